@@ -26,12 +26,12 @@ struct f16 {
 
 constexpr uint32_t kNanBits = 0x7FC00000u;
 
-inline float from_bits(uint32_t u) {
+static inline float from_bits(uint32_t u) {
   float f;
   std::memcpy(&f, &u, 4);
   return f;
 }
-inline uint32_t to_bits(float f) {
+static inline uint32_t to_bits(float f) {
   uint32_t u;
   std::memcpy(&u, &f, 4);
   return u;
