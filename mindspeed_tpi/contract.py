@@ -1,0 +1,234 @@
+"""The numerics contract as data: every constant that decides bits, its canonical JSON and its fingerprint.
+
+Training and rollout run the same operators with the same contract. The fingerprint travels with every rollout; a
+trainer that runs another contract refuses it and names the fields that differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from mindspeed_tpi import envs
+from mindspeed_tpi.errors import ContractError, LayoutError
+
+VERSION = 1
+KERNEL_SEMANTICS = 1
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "family": ("cpu", "ascendc"),
+    "isa": ("x86-64", "aarch64"),
+    "leaf_order": ("chain",),
+    "multiply_add": ("fma", "mul-add"),
+    "transcendental": ("polynomial", "hardware"),
+    "subnormals": ("flush", "keep"),
+    "p_dtype": ("float32", "input"),
+}
+_POWERS_OF_TWO = ("max_tp", "kv_block", "segment_blocks", "lanes", "vocab_align")
+_MACHINES = {"x86_64": "x86-64", "amd64": "x86-64", "aarch64": "aarch64", "arm64": "aarch64"}
+
+
+@dataclass(frozen=True)
+class Leaves:
+    """How one reduction is cut: `count` (a power of two) chains of at most `size` elements, combined by a balanced tree."""
+
+    size: int
+    count: int
+
+    def shard(self, ranks: int) -> Leaves:
+        """The leaves of one of `ranks` equal, aligned shards.
+
+        Raises:
+            LayoutError: `ranks` is no power of two or exceeds the number of leaves, so a shard is not a subtree.
+        """
+        if ranks < 1 or ranks & (ranks - 1) or ranks > self.count:
+            sizes = ", ".join(str(1 << i) for i in range(self.count.bit_length()))
+            raise LayoutError(
+                f"a reduction of {self.count} leaves cannot be split over {ranks} ranks with equal bits; sizes that work: {sizes}"
+            )
+        return Leaves(self.size, self.count // ranks)
+
+
+@dataclass(frozen=True)
+class NumericsContract:
+    """Constants of the numerics contract, version 1 (`docs/numerics-contract.md`).
+
+    Attributes:
+        family: backend family; bits are promised within one family only.
+        isa: decides whether tininess is detected before or after rounding; bits at the underflow boundary depend on it.
+        leaf: longest chain of a linear reduction whose length has enough factors of two.
+        leaf_order: order inside a leaf.
+        max_tp: largest tensor-parallel size for which equal bits are promised.
+        multiply_add: `fma` or `mul-add`, outside matrix products.
+        transcendental: the project's own exp and log, or the hardware's.
+        subnormals: flushed to zero or kept.
+        p_dtype: dtype of P before PV and of dS: `float32`, or `input` (that of the operands).
+        kv_block: keys per online-softmax block, aligned at position 0.
+        segment_blocks: blocks per segment; segments start fresh and merge left to right.
+        lanes: accumulators of a lane tree.
+        vocab_leaf, vocab_align, vocab_align_from: cut of the vocabulary (see `vocab_leaves`).
+        casts: the rounding points, as (what, dtype) pairs.
+        rope_table: SHA-256 of the model's f32 cos/sin tables; empty when no model is bound.
+    """
+
+    version: int = VERSION
+    kernel_semantics: int = KERNEL_SEMANTICS
+    family: str = "cpu"
+    isa: str = "x86-64"
+    leaf: int = 128
+    leaf_order: str = "chain"
+    max_tp: int = 8
+    multiply_add: str = "fma"
+    transcendental: str = "polynomial"
+    subnormals: str = "flush"
+    p_dtype: str = "float32"
+    kv_block: int = 128
+    segment_blocks: int = 16
+    lanes: int = 64
+    vocab_leaf: int = 2048
+    vocab_align: int = 16
+    vocab_align_from: int = 16384
+    casts: tuple[tuple[str, str], ...] = (
+        ("accumulate", "float32"),
+        ("tree_node", "float32"),
+        ("linear_out", "storage"),
+        ("logits", "float32"),
+        ("router_logits", "float32"),
+        ("norm_before_weight", "storage"),
+        ("norm_out", "storage"),
+        ("rope_table", "float32"),
+        ("residual_add", "storage"),
+        ("activation_gradient", "storage"),
+        ("parameter_gradient", "float32"),
+    )
+    rope_table: str = ""
+
+    def __post_init__(self) -> None:
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ContractError(f"contract field {name}={getattr(self, name)!r} is not one of {', '.join(allowed)}")
+        for name in ("leaf", "vocab_leaf", "vocab_align_from", *_POWERS_OF_TWO):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1 or (name in _POWERS_OF_TWO and value & (value - 1)):
+                kind = "a power of two" if name in _POWERS_OF_TWO else "a positive integer"
+                raise ContractError(f"contract field {name}={value!r} must be {kind}")
+        if self.version != VERSION:
+            raise ContractError(f"contract version {self.version} is not known here; this package implements {VERSION}")
+
+    def leaves(self, length: int) -> Leaves:
+        """Leaves of a linear reduction over `length` elements: at most `leaf` long and at least `max_tp` many, as far as
+        `length` can be halved exactly (contract section 1)."""
+        if length < 1:
+            raise ContractError(f"a reduction over {length} elements has no leaves; it needs at least 1")
+        d = 0
+        while length % (2 << d) == 0 and (length >> d > self.leaf or 1 << d < self.max_tp):
+            d += 1
+        return Leaves(length >> d, 1 << d)
+
+    def vocab_leaves(self, vocab: int) -> Leaves:
+        """Leaves of reductions over the vocabulary (contract section 6); the last ones may be short or empty."""
+        d = 0
+        while -(-vocab >> d) > self.vocab_leaf or 1 << d < self.max_tp:
+            d += 1
+        align = 1 if vocab < self.vocab_align_from else self.vocab_align
+        return Leaves(-(-vocab // (align << d)) * align, 1 << d)
+
+    def padded_vocab(self, vocab: int) -> int:
+        """Rows of a vocabulary-parallel embedding or output projection: whole leaves, whatever the tensor-parallel size."""
+        leaves = self.vocab_leaves(vocab)
+        return leaves.size * leaves.count
+
+    def to_json(self) -> str:
+        """Canonical JSON: sorted keys, no spaces, ASCII."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the canonical JSON, in hexadecimal."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    @classmethod
+    def from_json(cls, text: str) -> NumericsContract:
+        """Inverse of `to_json`; fields that are absent take their defaults.
+
+        Raises:
+            ContractError: not a JSON object, or a field that does not exist.
+        """
+        return cls().overridden(_parse(text))
+
+    def overridden(self, changes: dict[str, Any]) -> NumericsContract:
+        """A copy with some fields changed.
+
+        Raises:
+            ContractError: a field that does not exist, or a value it cannot have.
+        """
+        known = {f.name for f in fields(self)}
+        unknown = sorted(set(changes) - known)
+        if unknown:
+            raise ContractError(f"unknown contract field {', '.join(unknown)}; fields are {', '.join(sorted(known))}")
+        if "casts" in changes:
+            changes = {**changes, "casts": tuple((str(a), str(b)) for a, b in changes["casts"])}
+        return replace(self, **changes)
+
+    def check_same(self, other: NumericsContract, theirs: str) -> None:
+        """Refuse another contract.
+
+        Args:
+            other: the contract of the other side.
+            theirs: what carries it, for the message (for example `rollout run.safetensors`).
+
+        Raises:
+            ContractError: the two differ; names every field with both values.
+        """
+        mine, yours = asdict(self), asdict(other)
+        differing = [f"{k} (here {mine[k]!r}, there {yours[k]!r})" for k in mine if mine[k] != yours[k]]
+        if differing:
+            raise ContractError(
+                f"{theirs} was made under another numerics contract: {'; '.join(differing)}. "
+                "Run both sides with the same MINDSPEED_TPI_CONTRACT, model configuration and kernel version."
+            )
+
+
+def _parse(text: str) -> dict[str, Any]:
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise ContractError(f"the contract is not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise ContractError(f"the contract must be a JSON object, not {type(data).__name__}")
+    return data
+
+
+def default() -> NumericsContract:
+    """The CPU family's contract on this machine's instruction-set family."""
+    machine = platform.machine().lower()
+    if machine not in _MACHINES:
+        raise ContractError(f"no contract for machine {machine!r}; kernels exist for x86-64 and aarch64")
+    return NumericsContract(isa=_MACHINES[machine])
+
+
+_current: NumericsContract | None = None
+
+
+def current() -> NumericsContract:
+    """The contract of this process: the default with the overrides of `MINDSPEED_TPI_CONTRACT` (JSON, or a path to it)."""
+    global _current
+    if _current is None:
+        text = envs.CONTRACT.get()
+        if text and not text.lstrip().startswith("{"):
+            if not os.path.isfile(text):
+                raise ContractError(f"MINDSPEED_TPI_CONTRACT={text!r} is neither JSON nor a file")
+            with open(text, encoding="utf-8") as file:
+                text = file.read()
+        _current = default().overridden(_parse(text)) if text else default()
+    return _current
+
+
+def set_current(contract: NumericsContract | None) -> None:
+    """Replace this process's contract (None: read the environment again at the next use)."""
+    global _current
+    _current = contract
