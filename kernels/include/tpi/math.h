@@ -6,7 +6,11 @@ namespace tpi {
 namespace TPI_NS {
 
 inline vf vexp(vf x) {
-  vf n = rint(mul(x, set1(0x1.715476p+0f)));
+  // rint by adding 1.5 * 2^23, whose low bits then hold the integer. Adding n to p's exponent field is (p * 2^h) * 2^(n-h)
+  // wherever the result is used: between the cutoffs it is a normal number.
+  const vf magic = set1(0x1.8p+23f);
+  vf shifted = add(mul(x, set1(0x1.715476p+0f)), magic);
+  vf n = sub(shifted, magic);
   vf r = fma(n, set1(-0x1.62e4p-1f), x);
   r = fma(n, set1(-0x1.7f7d1cp-20f), r);
   vf p = set1(0x1.a0d2cep-13f);
@@ -16,14 +20,9 @@ inline vf vexp(vf x) {
   p = fma(p, r, set1(0x1.555554p-3f));
   p = fma(p, r, set1(0x1p-1f));
   p = fma(p, mul(r, r), r);
-  p = add(p, set1(1.0f));
-  vm low = lt(x, set1(-0x1.5d4p+6f)), high = gt(x, set1(0x1.62e42ep+6f));
-  // Out of range lanes (and NaN) must not reach the integer conversion of pow2.
-  n = select(lt(n, set1(-126.0f)), set1(-126.0f), select(lt(n, set1(128.0f)), n, set1(128.0f)));
-  vf half = rint(mul(n, set1(0.5f)));
-  p = mul(mul(p, pow2(half)), pow2(sub(n, half)));
-  p = select(low, zero(), select(high, set1(from_bits(0x7F800000u)), p));
-  return select(is_nan(x), x, p);
+  p = add_exponent(add(p, set1(1.0f)), shifted);
+  p = select(lt(x, set1(-0x1.5d4p+6f)), zero(), p);
+  return select(le(x, set1(0x1.62e42ep+6f)), p, add(x, set1(from_bits(0x7F800000u))));  // +inf, or NaN for NaN
 }
 
 inline vf vlog(vf x) {

@@ -1,5 +1,5 @@
 // One small vector type for every instruction set, so that each kernel is written once and gives the same bits at each
-// width. A kernel file is compiled once per ISA, with TPI_NS naming the namespace (avx512, avx2, neon, portable).
+// width. A kernel file is compiled once per level, with TPI_NS naming the namespace (portable, wide, widest).
 // W is the number of f32 lanes. Nothing here reorders or contracts: fma is always one rounding, add and mul always two.
 #pragma once
 #include <cmath>
@@ -47,8 +47,14 @@ namespace TPI_NS {
 class FloatEnv {
  public:
 #if defined(__x86_64__)
-  FloatEnv() : saved_(_mm_getcsr()) { _mm_setcsr(0x1F80u | 0x8000u | 0x0040u); }
-  ~FloatEnv() { _mm_setcsr(saved_); }
+  FloatEnv() : saved_(_mm_getcsr()) {
+    _mm_setcsr(0x1F80u | 0x8000u | 0x0040u);
+    fence();
+  }
+  ~FloatEnv() {
+    fence();
+    _mm_setcsr(saved_);
+  }
 
  private:
   unsigned saved_;
@@ -57,8 +63,12 @@ class FloatEnv {
     __asm__ volatile("mrs %0, fpcr" : "=r"(saved_));
     uint64_t flush = 1ull << 24;
     __asm__ volatile("msr fpcr, %0" ::"r"(flush));
+    fence();
   }
-  ~FloatEnv() { __asm__ volatile("msr fpcr, %0" ::"r"(saved_)); }
+  ~FloatEnv() {
+    fence();
+    __asm__ volatile("msr fpcr, %0" ::"r"(saved_));
+  }
 
  private:
   uint64_t saved_;
@@ -68,6 +78,10 @@ class FloatEnv {
  public:
   FloatEnv(const FloatEnv&) = delete;
   FloatEnv& operator=(const FloatEnv&) = delete;
+
+ private:
+  // The compiler does not know that arithmetic reads the control register: keep loads and stores on their side of it.
+  static void fence() { __asm__ volatile("" ::: "memory"); }
 };
 
 // ---- scalar conversions (tails, portable path) ----
@@ -137,6 +151,7 @@ inline vf div(vf a, vf b) { return {_mm512_div_ps(a.v, b.v)}; }
 inline vf sqrt(vf a) { return {_mm512_sqrt_ps(a.v)}; }
 inline vf rint(vf a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 inline vm lt(vf a, vf b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ)}; }
+inline vm le(vf a, vf b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_LE_OQ)}; }
 inline vm gt(vf a, vf b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ)}; }
 inline vm eq(vf a, vf b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_EQ_OQ)}; }
 inline vm is_nan(vf a) { return {_mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q)}; }
@@ -149,9 +164,10 @@ inline vf max_raw(vf a, vf b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline vf neg(vf a) {
   return {_mm512_castsi512_ps(_mm512_xor_si512(_mm512_castps_si512(a.v), _mm512_set1_epi32(int(0x80000000u))))};
 }
-inline vf pow2(vf n) {
-  __m512i i = _mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127));
-  return {_mm512_castsi512_ps(_mm512_slli_epi32(i, 23))};
+// The low bits of n's representation added to a's exponent field.
+inline vf add_exponent(vf a, vf n) {
+  __m512i e = _mm512_slli_epi32(_mm512_castps_si512(n.v), 23);
+  return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a.v), e))};
 }
 inline void split_exponent(vf a, vf* mantissa, vf* exponent) {
   __m512i u = _mm512_castps_si512(a.v);
@@ -175,6 +191,16 @@ inline void store_as(f16* p, vf a) {
   __m256i h = _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   __m512i r = _mm512_mask_blend_epi32(is_nan(a).v, _mm512_cvtepu16_epi32(h), _mm512_set1_epi32(0x7E00));
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(r));
+}
+inline vf round_as(bf16, vf a) {
+  __m512i u = _mm512_castps_si512(a.v);
+  __m512i r = _mm512_add_epi32(u, _mm512_set1_epi32(0x7FFF));
+  r = _mm512_add_epi32(r, _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1)));
+  r = _mm512_and_si512(r, _mm512_set1_epi32(int(0xFFFF0000u)));
+  return select(is_nan(a), a, vf{_mm512_castsi512_ps(r)});
+}
+inline vf round_as(f16, vf a) {
+  return {_mm512_cvtph_ps(_mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))};
 }
 inline void transpose(vf r[W]) {
   __m512 t[16], s[16];
@@ -222,6 +248,7 @@ inline vf div(vf a, vf b) { return {_mm256_div_ps(a.v, b.v)}; }
 inline vf sqrt(vf a) { return {_mm256_sqrt_ps(a.v)}; }
 inline vf rint(vf a) { return {_mm256_round_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 inline vm lt(vf a, vf b) { return {_mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ)}; }
+inline vm le(vf a, vf b) { return {_mm256_cmp_ps(a.v, b.v, _CMP_LE_OQ)}; }
 inline vm gt(vf a, vf b) { return {_mm256_cmp_ps(a.v, b.v, _CMP_GT_OQ)}; }
 inline vm eq(vf a, vf b) { return {_mm256_cmp_ps(a.v, b.v, _CMP_EQ_OQ)}; }
 inline vm is_nan(vf a) { return {_mm256_cmp_ps(a.v, a.v, _CMP_UNORD_Q)}; }
@@ -235,9 +262,9 @@ inline vf load_n(const float* p, int n) { return {_mm256_maskload_ps(p, _mm256_c
 inline void store_n(float* p, vf a, int n) { _mm256_maskstore_ps(p, _mm256_castps_si256(first_n(n).v), a.v); }
 inline vf max_raw(vf a, vf b) { return {_mm256_max_ps(a.v, b.v)}; }
 inline vf neg(vf a) { return {_mm256_xor_ps(a.v, _mm256_set1_ps(-0.0f))}; }
-inline vf pow2(vf n) {
-  __m256i i = _mm256_add_epi32(_mm256_cvtps_epi32(n.v), _mm256_set1_epi32(127));
-  return {_mm256_castsi256_ps(_mm256_slli_epi32(i, 23))};
+inline vf add_exponent(vf a, vf n) {
+  __m256i e = _mm256_slli_epi32(_mm256_castps_si256(n.v), 23);
+  return {_mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a.v), e))};
 }
 inline void split_exponent(vf a, vf* mantissa, vf* exponent) {
   __m256i u = _mm256_castps_si256(a.v);
@@ -264,6 +291,16 @@ inline void store_as(f16* p, vf a) {
   __m256i h = _mm256_cvtepu16_epi32(_mm256_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   h = _mm256_blendv_epi8(h, _mm256_set1_epi32(0x7E00), _mm256_castps_si256(is_nan(a).v));
   _mm_storeu_si128((__m128i*)p, low_halves(h));
+}
+inline vf round_as(bf16, vf a) {
+  __m256i u = _mm256_castps_si256(a.v);
+  __m256i r = _mm256_add_epi32(u, _mm256_set1_epi32(0x7FFF));
+  r = _mm256_add_epi32(r, _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1)));
+  r = _mm256_and_si256(r, _mm256_set1_epi32(int(0xFFFF0000u)));
+  return select(is_nan(a), a, vf{_mm256_castsi256_ps(r)});
+}
+inline vf round_as(f16, vf a) {
+  return {_mm256_cvtph_ps(_mm256_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))};
 }
 inline void transpose(vf r[W]) {
   __m256 t[8], s[8];
@@ -304,6 +341,7 @@ inline vf div(vf a, vf b) { return {vdivq_f32(a.v, b.v)}; }
 inline vf sqrt(vf a) { return {vsqrtq_f32(a.v)}; }
 inline vf rint(vf a) { return {vrndnq_f32(a.v)}; }
 inline vm lt(vf a, vf b) { return {vcltq_f32(a.v, b.v)}; }
+inline vm le(vf a, vf b) { return {vcleq_f32(a.v, b.v)}; }
 inline vm gt(vf a, vf b) { return {vcgtq_f32(a.v, b.v)}; }
 inline vm eq(vf a, vf b) { return {vceqq_f32(a.v, b.v)}; }
 inline vm is_nan(vf a) { return {vmvnq_u32(vceqq_f32(a.v, a.v))}; }
@@ -315,8 +353,9 @@ inline vm first_n(int n) {
   const uint32_t lane[4] = {0, 1, 2, 3};
   return {vcltq_u32(vld1q_u32(lane), vdupq_n_u32(uint32_t(n)))};
 }
-inline vf pow2(vf n) {
-  return {vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtnq_s32_f32(n.v), vdupq_n_s32(127)), 23))};
+inline vf add_exponent(vf a, vf n) {
+  uint32x4_t e = vshlq_n_u32(vreinterpretq_u32_f32(n.v), 23);
+  return {vreinterpretq_f32_u32(vaddq_u32(vreinterpretq_u32_f32(a.v), e))};
 }
 inline void split_exponent(vf a, vf* mantissa, vf* exponent) {
   uint32x4_t u = vreinterpretq_u32_f32(a.v);
@@ -338,6 +377,12 @@ inline void store_as(f16* p, vf a) {
   h = vbslq_u32(is_nan(a).v, vdupq_n_u32(0x7E00u), h);
   vst1_u16((uint16_t*)p, vmovn_u32(h));
 }
+inline vf round_as(bf16, vf a) {
+  uint32x4_t u = vreinterpretq_u32_f32(a.v);
+  uint32x4_t r = vaddq_u32(vaddq_u32(u, vdupq_n_u32(0x7FFFu)), vandq_u32(vshrq_n_u32(u, 16), vdupq_n_u32(1u)));
+  return select(is_nan(a), a, vf{vreinterpretq_f32_u32(vandq_u32(r, vdupq_n_u32(0xFFFF0000u)))});
+}
+inline vf round_as(f16, vf a) { return {vcvt_f32_f16(vcvt_f16_f32(a.v))}; }
 inline void transpose(vf r[W]) {
   float32x4x2_t a = vtrnq_f32(r[0].v, r[1].v), b = vtrnq_f32(r[2].v, r[3].v);
   r[0].v = vcombine_f32(vget_low_f32(a.val[0]), vget_low_f32(b.val[0]));
@@ -372,6 +417,7 @@ inline vf div(vf a, vf b) { TPI_LANES(a.v[i] / b.v[i]); }
 inline vf sqrt(vf a) { TPI_LANES(std::sqrt(a.v[i])); }
 inline vf rint(vf a) { TPI_LANES(std::nearbyintf(a.v[i])); }
 inline vm lt(vf a, vf b) { TPI_MASK(a.v[i] < b.v[i]); }
+inline vm le(vf a, vf b) { TPI_MASK(a.v[i] <= b.v[i]); }
 inline vm gt(vf a, vf b) { TPI_MASK(a.v[i] > b.v[i]); }
 inline vm eq(vf a, vf b) { TPI_MASK(a.v[i] == b.v[i]); }
 inline vm is_nan(vf a) { TPI_MASK(is_nan_bits(to_bits(a.v[i]))); }
@@ -380,7 +426,7 @@ inline bool any(vm m) { return m.v[0] || m.v[1] || m.v[2] || m.v[3]; }
 inline vf max_raw(vf a, vf b) { return select(gt(a, b), a, b); }
 inline vf neg(vf a) { TPI_LANES(from_bits(to_bits(a.v[i]) ^ 0x80000000u)); }
 inline vm first_n(int n) { TPI_MASK(i < n); }
-inline vf pow2(vf n) { TPI_LANES(from_bits(uint32_t(int(n.v[i]) + 127) << 23)); }
+inline vf add_exponent(vf a, vf n) { TPI_LANES(from_bits(to_bits(a.v[i]) + (to_bits(n.v[i]) << 23))); }
 inline void split_exponent(vf a, vf* mantissa, vf* exponent) {
   for (int i = 0; i < 4; ++i) {
     uint32_t u = to_bits(a.v[i]);
@@ -396,6 +442,8 @@ inline void store_as(bf16* p, vf a) {
 inline void store_as(f16* p, vf a) {
   for (int i = 0; i < 4; ++i) narrow(a.v[i], p + i);
 }
+inline vf round_as(bf16, vf a) { TPI_LANES(widen(narrow_to<bf16>(a.v[i]))); }
+inline vf round_as(f16, vf a) { TPI_LANES(widen(narrow_to<f16>(a.v[i]))); }
 inline void transpose(vf r[W]) {
   for (int i = 0; i < 4; ++i)
     for (int j = 0; j < i; ++j) {
@@ -423,6 +471,8 @@ inline void store_n(float* p, vf a, int n) {
 // NaN in either operand gives NaN (max_raw alone would drop one of them by operand order).
 inline vf vmax(vf a, vf b) { return select(is_nan(a), a, select(is_nan(b), b, max_raw(a, b))); }
 inline vf canonical(vf a) { return select(is_nan(a), set1(from_bits(kNanBits)), a); }
+// One rounding to T, kept in f32; T's value only selects the overload.
+inline vf round_as(float, vf a) { return a; }
 inline vf load_as(const float* p) { return load(p); }
 inline void store_as(float* p, vf a) { store(p, canonical(a)); }
 inline vf load_as_n(const float* p, int n) { return load_n(p, n); }
