@@ -1,0 +1,38 @@
+"""The operators of the numerics contract. Orders and roundings: docs/op-schemas.md."""
+
+from mindspeed_tpi.ops import backends
+from mindspeed_tpi.ops.activation import swiglu
+from mindspeed_tpi.ops.attention import attention, causal_seqs, paged_attention, paged_cache_write, sbhd_seqs
+from mindspeed_tpi.ops.embedding import embedding
+from mindspeed_tpi.ops.linear import linear, linear_db, linear_dw, linear_dx
+from mindspeed_tpi.ops.logprob import linear_logprob, token_logprob
+from mindspeed_tpi.ops.moe import grouped_linear, moe_combine, moe_route
+from mindspeed_tpi.ops.norm import add_rms_norm, rms_norm, rms_norm_dw
+from mindspeed_tpi.ops.rope import RopeConfig, rope, rope_tables, table_hash
+
+__all__ = [
+    "RopeConfig",
+    "add_rms_norm",
+    "attention",
+    "backends",
+    "causal_seqs",
+    "embedding",
+    "grouped_linear",
+    "linear",
+    "linear_db",
+    "linear_dw",
+    "linear_dx",
+    "linear_logprob",
+    "moe_combine",
+    "moe_route",
+    "paged_attention",
+    "paged_cache_write",
+    "rms_norm",
+    "rms_norm_dw",
+    "rope",
+    "rope_tables",
+    "sbhd_seqs",
+    "swiglu",
+    "table_hash",
+    "token_logprob",
+]

@@ -1,0 +1,45 @@
+"""Shared pieces of the autograd formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def needs_grad(*tensors: Tensor | None) -> bool:
+    """Whether autograd must record an operator on these operands."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def parameter_gradient(parameter: Tensor, accumulate: Callable[[Tensor], None]) -> Tensor:
+    """The gradient of a parameter, kept in f32 where the framework has a place for it.
+
+    A parameter with a `main_grad` (Megatron's f32 gradient buffer) is accumulated there directly; what autograd then
+    gets is a zero that Megatron's hooks discard because `grad_added_to_main_grad` is set. Any other parameter gets the
+    f32 sum, rounded once to its dtype, as torch requires.
+
+    Args:
+        parameter: the leaf tensor.
+        accumulate: adds this step's gradient into an f32 tensor of the parameter's shape.
+    """
+    main_grad = getattr(parameter, "main_grad", None)
+    if main_grad is not None:
+        accumulate(main_grad)
+        parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+        return parameter.new_zeros(()).expand(parameter.shape)
+    grad = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
+    accumulate(grad)
+    return grad.to(parameter.dtype)
+
+
+def spans() -> int:
+    """Spans of a norm-weight or bias gradient chain: the largest tensor-parallel size promised (contract section 9)."""
+    from mindspeed_tpi import contract
+
+    return contract.current().max_tp
+
+
+Context = Any
