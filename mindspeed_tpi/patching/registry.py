@@ -40,11 +40,13 @@ class Registry:
     Args:
         strict: raise when a patch is refused, or comes after its module was imported; otherwise refuse with a warning, or
             apply late.
+        plugin: the upstream itself calls us after its imports and before it builds anything, so coming late is no fault.
     """
 
-    def __init__(self, patches: Iterable[Patch], strict: bool = False) -> None:
+    def __init__(self, patches: Iterable[Patch], strict: bool = False, plugin: bool = False) -> None:
         self.patches = tuple(patches)
         self.strict = strict
+        self.plugin = plugin
         self._applied: list[_Applied] = []
         self._status: dict[str, Status] = {}
         self._finder = PostImportFinder(self._on_import)
@@ -61,7 +63,7 @@ class Registry:
         """
         done = {entry.patch.target for entry in self._applied}
         waiting = [p for p in self.patches if p.target not in done]
-        late = sorted({p.module for p in waiting if p.module in sys.modules and self._wanted(p)})
+        late = sorted({p.module for p in waiting if p.module in sys.modules and not p.anytime and self._wanted(p)})
         if late and self.strict:
             raise PatchError(
                 f"imported too late: {', '.join(late)} came before mindspeed_tpi, and objects made from them may keep stock numerics. "
