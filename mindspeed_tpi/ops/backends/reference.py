@@ -391,8 +391,8 @@ def _grouped(x: Tensor, weight: F, offsets: Tensor, leaf: int, leaves: int, out_
     """x [T, K], weight [E, N, K] -> [T, N]"""
     bounds = [int(i) for i in offsets]
     _require(
-        len(bounds) == len(weight) + 1 and bounds[0] == 0 and bounds[-1] == len(x) and bounds == sorted(bounds),
-        f"offsets {bounds} must ascend from 0 to the {len(x)} rows of x, one more than the {len(weight)} experts",
+        len(bounds) == len(weight) + 1 and bounds[0] >= 0 and bounds[-1] <= len(x) and bounds == sorted(bounds),
+        f"offsets {bounds} must ascend within the {len(x)} rows of x and be one more than the {len(weight)} experts",
     )
     values = widen(x)
     y = np.zeros((len(x), weight.shape[1]))
@@ -471,7 +471,7 @@ def _attend(
     products = chain(_operand(p, dtype)[..., None, :], values, seen[:, :, None])  # [H, n, blocks, D]
 
     started = np.zeros(queries, dtype=bool)
-    m, l, o = np.full((heads, queries), -np.inf), np.zeros((heads, queries)), np.zeros(q.shape)
+    m, l, o = np.full((heads, queries), -np.inf), np.zeros((heads, queries)), np.zeros(q.shape)  # noqa: E741
     for first_block in range(0, blocks, segment_blocks):
         segment_started = np.zeros(queries, dtype=bool)
         m2, l2, o2 = np.full((heads, queries), -np.inf), np.zeros((heads, queries)), np.zeros(q.shape)
@@ -487,7 +487,7 @@ def _attend(
         a, b2 = exp32(sub(m, merged)), exp32(sub(m2, merged))
         o_new = np.where(started[:, None], madd(o, a[..., None], mul(o2, b2[..., None])), o2)
         l_new = np.where(started, madd(l, a, mul(l2, b2)), l2)
-        o, l = np.where(segment_started[:, None], o_new, o), np.where(segment_started, l_new, l)
+        o, l = np.where(segment_started[:, None], o_new, o), np.where(segment_started, l_new, l)  # noqa: E741
         m = np.where(segment_started, np.where(started, merged, m2), m)
         started = started | segment_started
     o = np.where(started[:, None], add(div(o, l[..., None]), _ZERO), 0)
@@ -533,7 +533,7 @@ def attention(
     _check_attention(q, k, v, segment_blocks, window)
     groups = q.shape[1] // k.shape[1]
     qs, ks, vs = widen(q), widen(k), widen(v)
-    out, m, l = np.zeros(qs.shape), np.full((q.shape[1], len(q)), -np.inf), np.zeros((q.shape[1], len(q)))
+    out, m, l = np.zeros(qs.shape), np.full((q.shape[1], len(q)), -np.inf), np.zeros((q.shape[1], len(q)))  # noqa: E741
     for line in seqs:
         queries, position, keys = _line(line, stride, q, k)
         o, m[:, queries], l[:, queries] = _attend(
@@ -541,7 +541,7 @@ def attention(
             position, scale, window, segment_blocks, q.dtype,
         )  # fmt: skip
         out[queries] = np.swapaxes(o, 0, 1)
-    return narrow(out, q.dtype), narrow(m, torch.float32), narrow(l, torch.float32)
+    return narrow(out, q.dtype), narrow(add(m, _ZERO), torch.float32), narrow(l, torch.float32)
 
 
 def _fold(t: F, has: Bools, first_block: int, segment_blocks: int) -> list[F]:
@@ -602,7 +602,7 @@ def attention_backward(
     v: Tensor,
     out: Tensor,
     m: Tensor,
-    l: Tensor,
+    l: Tensor,  # noqa: E741
     seqs: Tensor,
     stride: int,
     scale: float,
@@ -670,7 +670,7 @@ def paged_cache_write(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tens
     _same_dtype(k, v, kv_cache)
     page = _check_cache(kv_cache, k.shape[1], k.shape[2])
     dim, slots = k.shape[2], len(kv_cache) * page
-    _same_size(len(slot_mapping), len(k), "paged_cache_write: slots and tokens")
+    _require(len(slot_mapping) <= len(k), f"{len(slot_mapping)} slots for {len(k)} tokens; pass at most one a token")
     flat = kv_cache.flatten(2)
     for token, slot in enumerate(slot_mapping.tolist()):
         _require(slot < slots, f"slot {slot} lies outside the cache of {slots} slots; allocate more blocks")
@@ -764,19 +764,18 @@ def rms_norm_dw(
     """dy, x [T, H] or [T, heads, H], rstd f32 [T] or [T, heads], grad f32 [H] is added to"""
     _same_dtype(dy, x)
     n = rounded(mul(widen(x), widen(rstd)[..., None]), x.dtype)
-    g = np.moveaxis(widen(dy), 0, -1)  # [H, T] or [heads, H, T]
-    n = np.moveaxis(n, 0, -1)
-    if x.dim() == 3:
-        index, present = cut(x.shape[1], *_head_leaves(x.shape[1]))
-        by_head = [np.moveaxis(a[index], (0, 1), (-2, -1)) for a in (g, n)]  # [H, T, leaves, leaf]
-        per_token = tree(chain(by_head[0], by_head[1], present, madd))  # [H, T]
+    heads = x.shape[1] if x.dim() == 3 else 1
+    g, n = (np.moveaxis(a.reshape(len(x), heads, x.shape[-1]), 0, -1) for a in (widen(dy), n))  # [heads, H, T]
+    index, present = cut(heads, *_head_leaves(heads))
+    g_leaves, n_leaves = (np.moveaxis(a[index], (0, 1), (-2, -1)) for a in (g, n))  # [H, T, leaves, leaf]
+    per_token = tree(chain(g_leaves, n_leaves, present, madd))  # [H, T]
     rows = []
     for tokens in _rows(len(x), batch, row_offsets):
         index, present = _span_cut(tokens, spans)
-        if x.dim() == 3:
-            rows.append(tree(sum_chain(per_token[:, index], present)))
+        if heads == 1:
+            rows.append(tree(chain(g[0][:, index], n[0][:, index], present, madd)))
         else:
-            rows.append(tree(chain(g[:, index], n[:, index], present, madd)))
+            rows.append(tree(sum_chain(per_token[:, index], present)))
     _add_rows(grad, rows)
 
 
@@ -875,7 +874,7 @@ def _one_hot(tokens: Tensor, vocab_start: int, columns: int) -> Bools:
 def vocab_max(logits: Tensor, temperature: Tensor | None) -> Tensor:
     """logits f32 [T, V], temperature f32 [T] -> M f32 [T]"""
     _require(logits.shape[1] > 0, "vocab_max: no columns; a rank must own at least one")
-    return narrow(_scaled(logits, temperature).max(-1), torch.float32)
+    return narrow(add(_scaled(logits, temperature).max(-1), _ZERO), torch.float32)
 
 
 @np.errstate(all="ignore")
