@@ -40,13 +40,11 @@ class Registry:
     Args:
         strict: raise when a patch is refused, or comes after its module was imported; otherwise refuse with a warning, or
             apply late.
-        plugin: the upstream itself calls us after its imports and before it builds anything, so coming late is no fault.
     """
 
-    def __init__(self, patches: Iterable[Patch], strict: bool = False, plugin: bool = False) -> None:
+    def __init__(self, patches: Iterable[Patch], strict: bool = False) -> None:
         self.patches = tuple(patches)
         self.strict = strict
-        self.plugin = plugin
         self._applied: list[_Applied] = []
         self._status: dict[str, Status] = {}
         self._finder = PostImportFinder(self._on_import)
