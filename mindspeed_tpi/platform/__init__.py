@@ -1,0 +1,1 @@
+"""Shims for the platform a framework runs on."""

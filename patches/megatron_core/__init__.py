@@ -1,0 +1,27 @@
+"""Replacements in Megatron-core: GPTModel with the local layer spec computes by the numerics contract."""
+
+from __future__ import annotations
+
+from mindspeed_tpi.patches.megatron_core.distributed import finalize_model_grads
+from mindspeed_tpi.patches.megatron_core.models.common.embeddings import (
+    rotary_pos_embedding,
+    yarn_rotary_pos_embedding,
+)
+from mindspeed_tpi.patches.megatron_core.models.gpt import gpt_layer_specs, gpt_model
+from mindspeed_tpi.patches.megatron_core.tensor_parallel import cross_entropy, layers
+from mindspeed_tpi.patches.megatron_core.transformer import attention, dot_product_attention, mlp, torch_norm
+from mindspeed_tpi.patching import Patch
+
+PATCHES: tuple[Patch, ...] = (
+    *layers.PATCHES,
+    *cross_entropy.PATCHES,
+    *torch_norm.PATCHES,
+    *dot_product_attention.PATCHES,
+    *attention.PATCHES,
+    *mlp.PATCHES,
+    *rotary_pos_embedding.PATCHES,
+    *yarn_rotary_pos_embedding.PATCHES,
+    *gpt_layer_specs.PATCHES,
+    *gpt_model.PATCHES,
+    *finalize_model_grads.PATCHES,
+)

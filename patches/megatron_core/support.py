@@ -1,0 +1,156 @@
+"""What the patches of Megatron-core serve, decided in one place from the model's configuration."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mindspeed_tpi import envs
+from mindspeed_tpi.errors import ParityError
+from mindspeed_tpi.versions import mismatch
+
+logger = logging.getLogger("mindspeed_tpi")
+
+VERSIONS = "megatron-core>=0.12,<0.17"
+UNTIL = "Megatron-core offers operators with a stated order of summation for this module"
+
+
+@dataclass(frozen=True)
+class _Limit:
+    """A setting the patches do not serve: its name, when it is in use, and what works instead."""
+
+    setting: str
+    used: Callable[[Any], bool]
+    remedy: str
+
+
+def _off(name: str, remedy: str = "leave it off", neutral: tuple[Any, ...] = (None, False, 0, 0.0)) -> _Limit:
+    return _Limit(name, lambda config: getattr(config, name, neutral[0]) not in neutral, remedy)
+
+
+def _parallel(name: str) -> _Limit:
+    return _off(name, "only size 1 is served", (None, 1))
+
+
+_LIMITS = (
+    _parallel("tensor_model_parallel_size"),
+    _parallel("pipeline_model_parallel_size"),
+    _parallel("context_parallel_size"),
+    _parallel("expert_model_parallel_size"),
+    _parallel("expert_tensor_parallel_size"),
+    _off("sequence_parallel"),
+    _off("num_moe_experts", "only dense models are served"),
+    _off("multi_latent_attention", "only grouped-query attention is served"),
+    _off("mtp_num_layers"),
+    _off("hidden_dropout", "set it to 0.0 (its default is 0.1)"),
+    _off("attention_dropout", "set it to 0.0 (its default is 0.1)"),
+    _Limit("normalization", lambda c: c.normalization != "RMSNorm", "set it to 'RMSNorm'"),
+    _off("layernorm_zero_centered_gamma"),
+    _off("qk_l2_norm"),
+    _off("qk_clip"),
+    _Limit(
+        "activation_func",
+        lambda c: not (c.gated_linear_unit and c.activation_func is torch.nn.functional.silu),
+        "set it to torch.nn.functional.silu with gated_linear_unit=True",
+    ),
+    _off("glu_linear_offset"),
+    _off("activation_func_clamp_value"),
+    _off("use_te_activation_func"),
+    _off("softmax_type", "only 'vanilla' is served", ("vanilla",)),
+    _off("apply_query_key_layer_scaling"),
+    _off("attention_output_gate"),
+    _off("rotary_interleaved"),
+    _off("apply_rope_fusion"),
+    _off("fused_single_qkv_rope"),
+    _off("fp32_residual_connection"),
+    _off("apply_residual_connection_post_layernorm"),
+    _off("cross_entropy_loss_fusion"),
+    _off("defer_embedding_wgrad_compute"),
+    _off("cpu_offloading"),
+    _off("fine_grained_activation_offloading"),
+    _off("fp8"),
+    _off("fp4"),
+    _off("use_kitchen"),
+    _off("batch_invariant_mode", "leave it off: the contract's operators are batch-invariant"),
+    _off("experimental_attention_variant"),
+    _off("linear_attention_freq"),
+    _off("inference_fuse_tp_communication"),
+)
+
+
+def unsupported(config: Any) -> list[str]:
+    """One clause per setting of a TransformerConfig that the patches do not serve, with the way out."""
+    return [
+        f"{limit.setting}={getattr(config, limit.setting)!r} ({limit.remedy})" for limit in _LIMITS if limit.used(config)
+    ]
+
+
+_warned: set[str] = set()
+
+
+def outside(what: str) -> None:
+    """Report something that lies outside the contract and is about to run as upstream wrote it.
+
+    Raises:
+        ParityError: strict mode. Otherwise one warning per message.
+    """
+    if envs.strict():
+        raise ParityError(f"outside the numerics contract: {what}")
+    if what not in _warned:
+        _warned.add(what)
+        logger.warning("outside the numerics contract, runs as upstream wrote it: %s", what)
+
+
+def served(config: Any) -> bool:
+    """Whether a model of this configuration runs on the contract's operators; if not, all of it runs as upstream wrote it.
+
+    Raises:
+        ParityError: strict mode, and some setting is not served; the message names each one.
+    """
+    clauses = unsupported(config)
+    if clauses:
+        outside(f"a Megatron-core model with {'; '.join(clauses)}")
+    return not clauses
+
+
+def by_version(*variants: tuple[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """Parameter names of an upstream callable whose signature grew.
+
+    Args:
+        variants: (first megatron-core version, parameters), newest first.
+    """
+    for version, parameters in variants[:-1]:
+        if mismatch(f"megatron-core>={version}") is None:
+            return parameters
+    return variants[-1][1]
+
+
+_CONTAINERS = frozenset(
+    "DistributedDataParallel Float16Module GPTModel LanguageModelEmbedding TransformerBlock TransformerLayer SelfAttention "
+    "ModuleList IdentityOp IdentityFuncOp FusedScaleMaskSoftmax Dropout".split()
+)
+
+
+def check_covered(model: torch.nn.Module) -> None:
+    """Walk a built model and name every module that computes by itself and is not ours.
+
+    A module is ours when its class's `forward` is a replacement of this package; containers only pass tensors on.
+
+    Raises:
+        ParityError: names each such module and its class.
+    """
+    strays = [
+        f"{name or 'model'} ({type(module).__module__}.{type(module).__qualname__})"
+        for name, module in model.named_modules()
+        if type(module).__name__ not in _CONTAINERS
+        and not type(module).forward.__module__.startswith("mindspeed_tpi.")
+    ]
+    if strays:
+        raise ParityError(
+            f"modules outside the numerics contract: {', '.join(strays)}. Build the model from get_gpt_layer_local_spec, after "
+            "mindspeed_tpi has applied its patches, or set MINDSPEED_TPI=1 to run them as upstream wrote them."
+        )

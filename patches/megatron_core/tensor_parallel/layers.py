@@ -1,0 +1,122 @@
+"""Linear layers and the embedding on the contract's operators (contract sections 2, 4, 6 and 9)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindspeed_tpi import contract, ops
+from mindspeed_tpi.patches.megatron_core.support import UNTIL, VERSIONS, served
+from mindspeed_tpi.patching import Patch
+
+HEAD_GRAD = "head_main_grad"
+
+
+def column_parallel_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`ColumnParallelLinear.forward`: the bias is part of the f32 sum; the output projection gives f32 logits."""
+
+    def forward(
+        self: Any, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
+        if not served(self.config):
+            return original(self, input_, weight, runtime_gather_output)  # type: ignore[no-any-return]
+        parameter = self.weight if weight is None else weight
+        if parameter is None or parameter.shape != (self.output_size_per_partition, self.input_size):
+            raise RuntimeError(
+                f"ColumnParallelLinear needs a weight of shape {(self.output_size_per_partition, self.input_size)}, got "
+                f"{None if parameter is None else tuple(parameter.shape)}"
+            )
+        if not getattr(parameter, "is_embedding_or_output_parameter", False):
+            return ops.linear(input_, parameter, self.bias, batch=_batch(input_)), None
+        if self.weight is None:
+            parameter = _tied_head(parameter)
+        logits = ops.linear(
+            input_,
+            parameter,
+            self.bias,
+            dx_leaves=contract.current().vocab_leaves(parameter.shape[0]),
+            out_dtype=torch.float32,
+            batch=_batch(input_),
+        )
+        return logits, None
+
+    return forward
+
+
+def row_parallel_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`RowParallelLinear.forward`: the bias is part of the f32 sum, so none is left for the caller to add."""
+
+    def forward(self: Any, input_: Tensor) -> tuple[Tensor, None]:
+        if not served(self.config):
+            return original(self, input_)  # type: ignore[no-any-return]
+        return ops.linear(input_, self.weight, self.bias, batch=_batch(input_)), None
+
+    return forward
+
+
+def vocab_parallel_embedding_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`VocabParallelEmbedding.forward`: ids [B, S] → [B, S, H]; duplicate ids' gradients are added row by row."""
+
+    def forward(self: Any, input_: Tensor) -> Tensor:
+        if self.num_embeddings_per_partition != self.num_embeddings:
+            return original(self, input_)  # type: ignore[no-any-return]
+        return ops.embedding(self.weight, input_)
+
+    return forward
+
+
+def _batch(x: Tensor) -> int:
+    """B of an [S, B, K] activation."""
+    return x.shape[1] if x.dim() == 3 else 1
+
+
+def _tied_head(weight: Tensor) -> Tensor:
+    """The tied weight as the output projection sees it: a leaf of its own, whose f32 gradient stays apart from the
+    embedding's until both are complete (contract section 4)."""
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is None or not (torch.is_grad_enabled() and weight.requires_grad):
+        return weight
+    if not hasattr(weight, HEAD_GRAD):
+        setattr(weight, HEAD_GRAD, torch.zeros_like(main_grad, dtype=torch.float32))
+    head: Any = weight.detach().requires_grad_()
+    head.main_grad = getattr(weight, HEAD_GRAD)
+    return head  # type: ignore[no-any-return]
+
+
+def add_head_gradients(model: torch.nn.Module) -> None:
+    """Add each tied output projection's gradient to its embedding's `main_grad`, once per optimizer step."""
+    for parameter in model.parameters():
+        if hasattr(parameter, HEAD_GRAD):
+            parameter.main_grad.add_(getattr(parameter, HEAD_GRAD))
+            delattr(parameter, HEAD_GRAD)
+
+
+PATCHES = (
+    Patch(
+        target="megatron.core.tensor_parallel.layers:ColumnParallelLinear.forward",
+        factory=column_parallel_forward,
+        reason="library matrix products sum in an order that depends on shape and threads; stock logits are rounded to bf16",
+        versions=VERSIONS,
+        parameters=("self", "input_", "weight", "runtime_gather_output"),
+        until=UNTIL,
+    ),
+    Patch(
+        target="megatron.core.tensor_parallel.layers:RowParallelLinear.forward",
+        factory=row_parallel_forward,
+        reason="library matrix products sum in an order that depends on shape and threads",
+        versions=VERSIONS,
+        parameters=("self", "input_"),
+        until=UNTIL,
+    ),
+    Patch(
+        target="megatron.core.tensor_parallel.layers:VocabParallelEmbedding.forward",
+        factory=vocab_parallel_embedding_forward,
+        reason="the stock gradient adds duplicate ids in storage precision, in an order of its own",
+        versions=VERSIONS,
+        parameters=("self", "input_"),
+        until=UNTIL,
+    ),
+)

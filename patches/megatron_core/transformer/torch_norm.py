@@ -1,0 +1,63 @@
+"""RMSNorm of the contract as a Megatron-core norm module (contract section 4)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindspeed_tpi import ops
+from mindspeed_tpi.patches.megatron_core.support import UNTIL, VERSIONS, served
+from mindspeed_tpi.patching import Patch
+
+
+class RMSNorm(torch.nn.Module):
+    """Norm for a layer spec: input, pre-MLP and final norm of [s, b, h], query and key norm of [s, b, heads, h].
+
+    The weight has the model's storage dtype, as in the checkpoint.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch = x.shape[1] if x.dim() > 2 else 1
+        if x.dim() == 4:
+            heads = x.flatten(0, 1)
+            return ops.rms_norm(heads, self.weight, self.eps, batch=batch, per_head=True).view(x.shape)
+        return ops.rms_norm(x, self.weight, self.eps, batch=batch)
+
+
+def new(original: Any) -> Any:
+    """`WrappedTorchNorm.__new__`: the contract's RMSNorm where the model is served."""
+
+    def make(cls: type, config: Any, hidden_size: int, eps: float = 1e-5, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        if not served(config):
+            return original.__func__(cls, config, hidden_size, eps, *args, **kwargs)  # type: ignore[no-any-return]
+        return RMSNorm(config, hidden_size, eps)
+
+    return staticmethod(make)
+
+
+PATCHES: tuple[Patch, ...] = (
+    Patch(
+        target="megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
+        factory=new,
+        reason="the stock norm multiplies by an f32 weight before its only rounding and sums squares in library order",
+        versions=VERSIONS,
+        parameters=(
+            "cls",
+            "config",
+            "hidden_size",
+            "eps",
+            "persist_layer_norm",
+            "zero_centered_gamma",
+            "normalization",
+        ),
+        until=UNTIL,
+    ),
+)
