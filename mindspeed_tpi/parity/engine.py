@@ -1,0 +1,408 @@
+"""Drives the real vLLM: a request in, a rollout record out.
+
+    python -m mindspeed_tpi.parity.engine REQUEST.json OUT.safetensors
+
+Exit status: 0 done, 2 bad input, 3 the engine failed. A stock run is the same command with `MINDSPEED_TPI=0` and
+`"stock": true` in the request.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mindspeed_tpi import envs, versions
+from mindspeed_tpi.errors import InputError, LayoutError, ParityError
+from mindspeed_tpi.parity.request import Request
+from mindspeed_tpi.parity.rollout import Rollout
+
+SMALLEST_TEMPERATURE = 0.01  # vLLM raises smaller positive temperatures to this
+_DEFAULT_LENGTH = 1024
+_ENVIRONMENT = {
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "MINDSPEED_TPI": "strict",
+}
+
+
+class Engine:
+    """A running `vllm.LLM` for one request's model and settings; use it as a context manager.
+
+    Variables of the environment that the user has set are kept; those the engine needs are set while it runs.
+
+    Raises:
+        InputError: the request asks for what the engine cannot do.
+        ParityError: the engine would run outside the numerics contract.
+    """
+
+    def __init__(self, request: Request) -> None:
+        _check_layout(request.rollout)
+        active = envs.MODE.get() != "0" if envs.MODE.is_set else not request.stock
+        if active == request.stock:
+            raise InputError(
+                f"stock={str(request.stock).lower()} in the request, but MINDSPEED_TPI={os.environ.get('MINDSPEED_TPI', '')!r}: "
+                "a stock run needs MINDSPEED_TPI=0, any other run MINDSPEED_TPI=strict or 1"
+            )
+        self.request = request
+        self.weight_version = 0
+        self.config: dict[str, Any] = json.loads((Path(request.model) / "config.json").read_text(encoding="utf-8"))
+        longest = max(len(prompt) for prompt in request.prompts) + request.max_new_tokens
+        limit = int(self.config.get("max_position_embeddings", longest))
+        self.max_model_len = request.engine.max_model_len or min(max(longest, _DEFAULT_LENGTH), limit)
+        self.logprobs_mode = "raw_logprobs" if request.temperature in (0, 1) else "processed_logprobs"
+        self.workers: list[dict[str, Any]] = []
+        self._saved: dict[str, str | None] = {}
+        self._llm: Any = None
+
+    def __enter__(self) -> Engine:
+        wanted = {name: os.environ.get(name) or value for name, value in _ENVIRONMENT.items()}
+        if self.request.stock:
+            wanted["MINDSPEED_TPI"] = "0"
+        wanted["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if self.request.engine.spawn else "0"
+        self._saved = {name: os.environ.get(name) for name in wanted}
+        os.environ.update(wanted)
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop the engine and put the environment back."""
+        if self._llm is not None:
+            self._llm.llm_engine.engine_core.shutdown()
+            self._llm = None
+            import vllm.envs
+
+            vllm.envs.disable_envs_cache()  # an in-process engine core had frozen them
+        for name, value in self._saved.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        self._saved = {}
+
+    def _start(self) -> None:
+        import vllm
+
+        from mindspeed_tpi.patches.vllm import _limits
+
+        request, options = self.request, self.request.engine
+        if request.stock:
+            extra: dict[str, Any] = {"worker_cls": _limits.OBSERVED_WORKER}
+        else:
+            from mindspeed_tpi.integrations.vllm import register
+
+            register()
+            extra = {}
+        started = time.perf_counter()
+        self._llm = vllm.LLM(
+            model=request.model,
+            dtype=request.dtype,
+            seed=request.seed,
+            skip_tokenizer_init=True,
+            generation_config="vllm",
+            logprobs_mode=self.logprobs_mode,
+            max_model_len=self.max_model_len,
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            enable_chunked_prefill=True,
+            block_size=options.block_size,
+            enable_prefix_caching=options.enable_prefix_caching,
+            enforce_eager=options.enforce_eager,
+            num_gpu_blocks_override=options.kv_cache_blocks,
+            **extra,
+        )
+        self.start_seconds = time.perf_counter() - started
+        if not request.stock:
+            self.workers = self._rpc("tpi_report")
+            self._check_workers()
+        self._rpc("tpi_take_counts")
+
+    def _check_workers(self) -> None:
+        """The parent's half of the handshake; each worker has refused to start on a difference already."""
+        from mindspeed_tpi.patches.vllm.platforms.cpu import expected
+
+        wanted = {**expected(self._llm.model_config.hf_text_config), "plugin": True}
+        for report in self.workers:
+            for name, value in wanted.items():
+                if report[name] != value:
+                    raise ParityError(
+                        f"worker rank {report['rank']} (process {report['pid']}): field {name} is {report[name]!r}, "
+                        f"the driver has {value!r}"
+                    )
+
+    def _rpc(self, method: str, *args: Any) -> list[Any]:
+        results: list[Any] = self._llm.collective_rpc(method, args=args)
+        return results
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]] | None = None,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        seed: int | None = None,
+        prompt_logprobs: bool | None = None,
+        progress: bool = False,
+    ) -> Rollout:
+        """Sample a continuation of every prompt; what is not given is taken from the request.
+
+        Args:
+            seed: seeds the workers' sampler before this call; None: the sampler goes on where it was.
+            progress: show a progress bar.
+
+        Raises:
+            InputError: a token id outside the vocabulary, a sequence beyond `max_model_len`, or a temperature the
+                engine was not built for.
+        """
+        from vllm import SamplingParams
+
+        request = self.request
+        prompts = request.prompts if prompts is None else prompts
+        max_new_tokens = request.max_new_tokens if max_new_tokens is None else max_new_tokens
+        temperature = request.temperature if temperature is None else temperature
+        prompt_logprobs = request.prompt_logprobs if prompt_logprobs is None else prompt_logprobs
+        self._check_prompts(prompts, max_new_tokens, temperature, prompt_logprobs)
+        if seed is not None:
+            self._rpc("tpi_seed", seed)
+        sampling = SamplingParams(
+            temperature=temperature,
+            max_tokens=max_new_tokens,
+            logprobs=0,
+            prompt_logprobs=0 if prompt_logprobs else None,
+            ignore_eos=True,
+            detokenize=False,
+        )
+        started = time.perf_counter()
+        outputs = self._llm.generate(
+            [{"prompt_token_ids": list(prompt)} for prompt in prompts], sampling, use_tqdm=progress
+        )
+        seconds = time.perf_counter() - started
+        taken = self._rpc("tpi_take_counts")
+        generated = sum(len(output.outputs[0].token_ids) for output in outputs)
+        meta = self._meta(temperature, max_new_tokens, seed)
+        meta["counters"] = taken[0]["counters"]
+        meta["op_calls"] = taken[0]["op_calls"]
+        meta["seconds"] = {
+            "start": self.start_seconds,
+            "generate": seconds,
+            "tokens_per_second": generated / seconds,
+        }
+        return _record(outputs, self.weight_version, meta)
+
+    def update_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> int:
+        """Load Hugging Face tensors into the running model in place, and forget the prefix cache.
+
+        Args:
+            tensors: (name, tensor) pairs with the names of the model's checkpoint; all of the model's weights.
+
+        Returns:
+            The new weight version, which tokens sampled from now on carry.
+
+        Raises:
+            ParityError: the prefix cache could not be reset (requests are running).
+        """
+        folder = "/dev/shm" if os.path.isdir("/dev/shm") else None  # shared memory reaches every worker without a copy over pipes
+        with tempfile.TemporaryDirectory(prefix="mindspeed-tpi-", dir=folder) as directory:
+            path = os.path.join(directory, "weights.safetensors")
+            save_file({name: tensor.detach().contiguous() for name, tensor in tensors}, path)
+            self._rpc("tpi_update_weights", path)
+        if not self._llm.reset_prefix_cache():
+            raise ParityError("vLLM did not reset its prefix cache after the weight update; update between generations")
+        self.weight_version += 1
+        return self.weight_version
+
+    def _check_prompts(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float, prompt_logprobs: bool
+    ) -> None:
+        vocab = int(self.config["vocab_size"])
+        for index, prompt in enumerate(prompts):
+            if not prompt or max(prompt) >= vocab or min(prompt) < 0:
+                raise InputError(f"prompt {index} is empty or holds a token id outside the vocabulary of {vocab}")
+            if len(prompt) + max_new_tokens > self.max_model_len:
+                raise InputError(
+                    f"prompt {index} of {len(prompt)} tokens and {max_new_tokens} new ones exceed "
+                    f"max_model_len={self.max_model_len}; shorten them or raise engine.max_model_len"
+                )
+        if self.logprobs_mode == "raw_logprobs" and temperature not in (0, 1):
+            raise InputError(
+                f"temperature {temperature} on an engine built for raw logprobs, which ignore it; "
+                "build the engine from a request with that temperature"
+            )
+        if prompt_logprobs and temperature not in (0, 1):
+            raise InputError(
+                f"vLLM reports prompt logprobs at temperature 1 only, not at {temperature}; set prompt_logprobs to false"
+            )
+
+    def _meta(self, temperature: float, max_new_tokens: int, seed: int | None) -> dict[str, Any]:
+        from dataclasses import asdict
+
+        from mindspeed_tpi.patches.vllm._limits import bound_contract
+
+        effective = 1.0 if temperature == 0 else max(temperature, SMALLEST_TEMPERATURE)
+        meta: dict[str, Any] = {
+            "model": self.request.model,
+            "dtype": self.request.dtype,
+            "layout": self.request.rollout,
+            "engine": asdict(self.request.engine),
+            "sampling": {
+                "temperature": temperature,
+                "logprob_temperature": effective,
+                "max_new_tokens": max_new_tokens,
+                "seed": self.request.seed if seed is None else seed,
+                "logprobs_mode": self.logprobs_mode,
+            },
+            "versions": {name: found for name in versions.UPSTREAMS if (found := versions.installed(name))},
+            "backend": None,
+            "contract": None,
+            "fingerprint": None,
+            "workers": self.workers,
+        }
+        if not self.request.stock:
+            contract = bound_contract(self._llm.model_config.hf_text_config)
+            meta["backend"] = self.workers[0]["backend"]
+            meta["contract"] = json.loads(contract.to_json())
+            meta["fingerprint"] = contract.fingerprint
+        return meta
+
+
+def _check_layout(layout: str) -> None:
+    for item in filter(None, (part.strip() for part in layout.split(","))):
+        key, equals, value = item.partition("=")
+        if not equals or not value.isdigit():
+            raise InputError(f"rollout layout {layout!r}: {item!r} is not key=int")
+        if key not in ("tp", "ep", "dp"):
+            raise LayoutError(f"rollout layout {layout!r}: an engine has no {key}; its keys are tp, ep, dp")
+        if int(value) != 1:
+            raise LayoutError(f"rollout layout {layout!r}: {key}={value} is not covered yet, only {key}=1")
+
+
+def _record(outputs: Sequence[Any], weight_version: int, meta: dict[str, Any]) -> Rollout:
+    """vLLM's request outputs as a rollout record; every logprob is the one the engine reported."""
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    prompt_lengths: list[int] = []
+    lengths: list[int] = []
+    for output in outputs:
+        prompt, completion = list(output.prompt_token_ids), output.outputs[0]
+        sampled = list(completion.token_ids)
+        reported = output.prompt_logprobs or [None] * len(prompt)
+        logprobs += [
+            float("nan") if entry is None else entry[token].logprob
+            for entry, token in zip(reported, prompt, strict=True)
+        ]
+        logprobs += [entry[token].logprob for entry, token in zip(completion.logprobs, sampled, strict=True)]
+        tokens += prompt + sampled
+        prompt_lengths.append(len(prompt))
+        lengths.append(len(prompt) + len(sampled))
+    return Rollout(
+        token_ids=torch.tensor(tokens, dtype=torch.int64),
+        offsets=torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0),
+        prompt_lengths=torch.tensor(prompt_lengths, dtype=torch.int64),
+        positions=torch.cat([torch.arange(n, dtype=torch.int64) for n in lengths]),
+        logprobs=torch.tensor(logprobs, dtype=torch.float32),
+        weight_versions=torch.full((len(tokens),), weight_version, dtype=torch.int64),
+        meta=meta,
+    )
+
+
+def join(rollouts: Sequence[Rollout]) -> Rollout:
+    """One record of several generations; counters, operator calls and seconds add up, the rest is the first one's."""
+    meta = dict(rollouts[0].meta)
+    for name in ("counters", "op_calls"):
+        meta[name] = dict(sum((Counter(r.meta[name]) for r in rollouts), Counter()))
+    seconds = sum(r.meta["seconds"]["generate"] for r in rollouts)
+    generated = sum(int(r.generated.sum()) for r in rollouts)
+    meta["seconds"] = {
+        "start": meta["seconds"]["start"],
+        "generate": seconds,
+        "tokens_per_second": generated / seconds,
+    }
+    lengths = torch.cat([r.offsets.diff() for r in rollouts])
+    return Rollout(
+        token_ids=torch.cat([r.token_ids for r in rollouts]),
+        offsets=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
+        prompt_lengths=torch.cat([r.prompt_lengths for r in rollouts]),
+        positions=torch.cat([r.positions for r in rollouts]),
+        logprobs=torch.cat([r.logprobs for r in rollouts]),
+        weight_versions=torch.cat([r.weight_versions for r in rollouts]),
+        meta=meta,
+    )
+
+
+def checkpoint(model: str) -> Iterable[tuple[str, Tensor]]:
+    """(name, tensor) of every tensor in a model directory's safetensors files.
+
+    Raises:
+        InputError: there is none, or one cannot be read.
+    """
+    files = sorted(Path(model).glob("*.safetensors"))
+    if not files:
+        raise InputError(f"model {model!r} has no safetensors files")
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118
+                    yield name, file.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise InputError(f"cannot read {path}: {error}") from None
+
+
+def run(request: Request, progress: bool = False) -> Rollout:
+    """The whole request: generate, and once more after each weight update."""
+    with Engine(request) as engine:
+        rollouts = [engine.generate(progress=progress)]
+        for model in request.weight_updates:
+            engine.update_weights(checkpoint(model))
+            rollouts.append(engine.generate(progress=progress))
+        return rollouts[0] if len(rollouts) == 1 else join(rollouts)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Process entry; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m mindspeed_tpi.parity.engine", description=__doc__)
+    parser.add_argument("request", help="REQUEST.json")
+    parser.add_argument("out", help="rollout record to write")
+    parser.add_argument("--progress", action="store_true", help="show a progress bar")
+    options = parser.parse_args(arguments)
+    try:
+        run(Request.load(options.request), options.progress).save(options.out)
+    except (InputError, LayoutError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except ParityError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 3
+    except Exception as error:
+        traceback.print_exc()
+        print(f"error: the engine failed: {error}", file=sys.stderr)
+        return 3
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,26 @@
+"""Patches of vLLM 0.32 on CPU: what computes in a dense decoder runs the operators of the contract.
+
+Extension points (`register_oot`, `register_backend`, `worker_cls`) are used where vLLM has them; the tables behind them
+are patched, so that they are declared, checked and undone like every other patch.
+"""
+
+from __future__ import annotations
+
+from mindspeed_tpi.patches.vllm.model_executor import custom_op
+from mindspeed_tpi.patches.vllm.model_executor.layers import linear, vocab_parallel_embedding
+from mindspeed_tpi.patches.vllm.platforms import cpu
+from mindspeed_tpi.patches.vllm.v1.attention.backends import registry
+from mindspeed_tpi.patches.vllm.v1.sample import sampler
+from mindspeed_tpi.patches.vllm.v1.sample.ops import logprobs, topk_topp_sampler
+from mindspeed_tpi.patching import Patch
+
+PATCHES: tuple[Patch, ...] = (
+    *custom_op.PATCHES,
+    *linear.PATCHES,
+    *vocab_parallel_embedding.PATCHES,
+    *registry.PATCHES,
+    *sampler.PATCHES,
+    *topk_topp_sampler.PATCHES,
+    *logprobs.PATCHES,
+    *cpu.PATCHES,
+)

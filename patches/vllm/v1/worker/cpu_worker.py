@@ -1,0 +1,151 @@
+"""Workers that report what they run. vLLM resolves them by dotted path, so the classes are made when looked up here."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from functools import cache
+from typing import Any
+
+from mindspeed_tpi import envs, ops, patch_status
+from mindspeed_tpi.errors import InputError, ParityError
+from mindspeed_tpi.patches.vllm._coverage import uncovered
+from mindspeed_tpi.patches.vllm._limits import bound_contract
+from mindspeed_tpi.patches.vllm.platforms.cpu import KEY
+
+logger = logging.getLogger("mindspeed_tpi")
+
+
+def plugin_loaded() -> bool:
+    """Whether every patch of vLLM is in force in this process."""
+    states = {s.patch.target: s.state for s in patch_status() if s.patch.target.startswith("vllm.")}
+    return bool(states) and set(states.values()) == {"applied"}
+
+
+class _Counters:
+    """What the real scheduler did, read from the work it hands out."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self._prompts: dict[str, int] = {}
+
+    def observe(self, work: Any) -> None:
+        """Count one `SchedulerOutput`."""
+        if not work.total_num_scheduled_tokens:
+            return
+        self.counts["steps"] += 1
+        self.counts["preemptions"] += len(work.preempted_req_ids or ())
+        for request in work.scheduled_new_reqs:
+            self._prompts[request.req_id] = request.prompt_len
+            self.counts["prefix_cache_hits"] += request.num_computed_tokens
+            ends = request.num_computed_tokens + work.num_scheduled_tokens[request.req_id]
+            self.counts["prompts_chunked"] += ends < request.prompt_len
+        for name in work.finished_req_ids:
+            self._prompts.pop(name, None)
+
+    def take(self) -> dict[str, int]:
+        names = ("steps", "prompts_chunked", "prefix_cache_hits", "preemptions")
+        taken = {name: self.counts[name] for name in names}
+        self.counts.clear()
+        return taken
+
+
+@cache
+def observed_worker_class() -> type[Any]:
+    """vLLM's CPU worker with counters, seeding and in-place weight updates; its numerics are upstream's."""
+    from vllm.utils.torch_utils import set_random_seed
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    class ObservedWorker(CPUWorker):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._tpi_counters = _Counters()
+
+        def execute_model(self, scheduler_output: Any) -> Any:
+            self._tpi_counters.observe(scheduler_output)
+            return super().execute_model(scheduler_output)
+
+        def tpi_take_counts(self) -> dict[str, dict[str, int]]:
+            """Scheduler counters and operator calls since the last time."""
+            calls = ops.backends.call_counts()
+            ops.backends.reset_counts()
+            return {"counters": self._tpi_counters.take(), "op_calls": calls}
+
+        def tpi_seed(self, seed: int) -> None:
+            set_random_seed(seed)
+
+        def tpi_update_weights(self, path: str) -> None:
+            """Load a safetensors file of Hugging Face tensors into the running model, in place.
+
+            Raises:
+                InputError: the file lacks a tensor of the model, which would stay at its old value.
+            """
+            from safetensors import safe_open
+
+            model = self.model_runner.get_model()
+            with safe_open(path, framework="pt") as file:
+                loaded = model.load_weights((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+            missing = sorted({name for name, _ in model.named_parameters()} - loaded)
+            if missing:
+                raise InputError(f"the weight update lacks {', '.join(missing)}: they would keep their old values")
+
+    return ObservedWorker
+
+
+@cache
+def contract_worker_class() -> type[Any]:
+    """A worker that refuses to start unless it runs the contract its parent process asked for."""
+
+    class ContractWorker(observed_worker_class()):  # type: ignore[misc]
+        def load_model(self, *, load_dummy_weights: bool = False) -> None:
+            if not plugin_loaded():
+                raise ParityError(
+                    f"{self._tpi_name}: field plugin is False: it did not load mindspeed_tpi's vLLM plugin and would run vLLM's "
+                    f"own numerics. Check MINDSPEED_TPI={os.environ.get('MINDSPEED_TPI')!r}, "
+                    f"VLLM_PLUGINS={os.environ.get('VLLM_PLUGINS')!r} and the package's installation."
+                )
+            super().load_model(load_dummy_weights=load_dummy_weights)
+            self._tpi_verify()
+
+        @property
+        def _tpi_name(self) -> str:
+            return f"worker rank {self.rank} (process {os.getpid()})"
+
+        def tpi_report(self) -> dict[str, Any]:
+            """What this worker runs."""
+            return {
+                "rank": self.rank,
+                "pid": os.getpid(),
+                "plugin": plugin_loaded(),
+                "mode": envs.MODE.get(),
+                "backend": ops.backends.active().name,
+                "backend_details": ops.backends.active().describe(),
+                "fingerprint": bound_contract(self.model_config.hf_text_config).fingerprint,
+                "uncovered": uncovered(self.model_runner.get_model()),
+            }
+
+        def _tpi_verify(self) -> None:
+            report = self.tpi_report()
+            wanted = self.vllm_config.additional_config[KEY]
+            differing = [f"{k} is {report[k]!r}, the parent process has {v!r}" for k, v in wanted.items() if report[k] != v]
+            if differing:
+                raise ParityError(
+                    f"{self._tpi_name}: field {'; field '.join(differing)}. "
+                    "Start all processes of the engine with the same MINDSPEED_TPI* environment and package version."
+                )
+            if report["uncovered"]:
+                message = f"{self._tpi_name}: outside the numerics contract: {', '.join(report['uncovered'])}"
+                if envs.strict():
+                    raise ParityError(f"{message}. Use a covered model, or MINDSPEED_TPI=1 to run these as vLLM wrote them.")
+                logger.warning("%s; they run as vLLM wrote them", message)
+
+    return ContractWorker
+
+
+def __getattr__(name: str) -> Any:
+    if name == "ObservedWorker":
+        return observed_worker_class()
+    if name == "ContractWorker":
+        return contract_worker_class()
+    raise AttributeError(name)
