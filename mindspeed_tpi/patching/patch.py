@@ -25,6 +25,7 @@ class Patch:
             applied after they were made.
         applies: None, or a function that says why the patch is not wanted here (None: it is). Shims for a missing
             accelerator use it.
+        anytime: the patch loses nothing when it comes after its module was imported (shims of torch itself).
     """
 
     target: str
@@ -36,6 +37,7 @@ class Patch:
     kind: Literal["replace", "wrap", "add"] = "replace"
     aliases: tuple[str, ...] = ()
     applies: Callable[[], str | None] | None = None
+    anytime: bool = False
 
     @property
     def module(self) -> str:

@@ -1,0 +1,50 @@
+# Two commands: `make demo` and `make test`. Each sets everything up first (a virtual environment in .venv, the native
+# library, the engines); a second run re-uses it.
+
+# The pinned wheels exist for CPython 3.11 (megatron-core, torch's CPU build); other versions need other pins.
+PYTHON ?= $(firstword $(foreach p,python3.11 $(wildcard $(HOME)/.pyenv/versions/3.11*/bin/python3.11) python3 python,\
+            $(if $(shell $(p) -c 'import sys; print(sys.version_info[:2] == (3, 11) or "")' 2>/dev/null),$(p))))
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+REQUIREMENTS := requirements/torch.txt requirements/engines.txt requirements/dev.txt
+KERNELS := $(shell find kernels -type f)
+
+.PHONY: demo test test-long lint bench docs native clean
+
+demo: $(VENV)/ready
+	$(BIN)/mindspeed-tpi demo --out out
+
+test: $(VENV)/ready
+	$(BIN)/python -m pytest
+
+test-long: $(VENV)/ready
+	$(BIN)/python -m tests.long --minutes 120
+
+lint: $(VENV)/ready
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports && $(BIN)/python docs/gen_tables.py --check
+
+bench: $(VENV)/ready
+	$(BIN)/python benchmarks/ops.py --out docs/benchmarks && $(BIN)/python benchmarks/engines.py --out docs/benchmarks
+
+docs: $(VENV)/ready
+	$(BIN)/python docs/gen_tables.py
+
+native: $(VENV)/ready
+
+$(VENV)/ready: $(VENV)/engines setup.py pyproject.toml $(KERNELS)
+	$(PIP) --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/engines: $(REQUIREMENTS)
+	@test -n "$(PYTHON)" || { echo "mindspeed_tpi: the pinned engines need CPython 3.11 and none was found. Install it, or run"; \
+	  echo "'make PYTHON=/path/to/python3.11'. The package itself ('pip install .') works from Python 3.10 on."; exit 1; }
+	@echo "setting up $(VENV) with $$($(PYTHON) --version): torch, vLLM, Megatron-core (about 3 minutes, once)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade pip setuptools wheel
+	$(PIP) -r requirements/torch.txt
+	$(PIP) --no-deps -r requirements/engines.txt -r requirements/dev.txt
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build mindspeed_tpi/lib mindspeed_tpi.egg-info mindspeed_tpi/*.egg-info out
