@@ -467,6 +467,41 @@ inline void store_n(float* p, vf a, int n) {
 }
 #endif
 
+// ---- bf16 in pairs: lane i holds elements 2i and 2i + 1, so that a transpose moves two elements per lane ----
+#if defined(TPI_ISA_AVX512)
+inline vf load_pairs(const bf16* p) { return {_mm512_castsi512_ps(_mm512_loadu_si512(p))}; }
+inline vf even(vf a) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(a.v), 16))}; }
+inline vf odd(vf a) {
+  return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(a.v), _mm512_set1_epi32(int(0xFFFF0000u))))};
+}
+#elif defined(TPI_ISA_AVX2)
+inline vf load_pairs(const bf16* p) { return {_mm256_castsi256_ps(_mm256_loadu_si256((const __m256i*)p))}; }
+inline vf even(vf a) { return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(a.v), 16))}; }
+inline vf odd(vf a) {
+  return {_mm256_castsi256_ps(_mm256_and_si256(_mm256_castps_si256(a.v), _mm256_set1_epi32(int(0xFFFF0000u))))};
+}
+#elif defined(TPI_ISA_NEON)
+inline vf load_pairs(const bf16* p) { return {vreinterpretq_f32_u16(vld1q_u16((const uint16_t*)p))}; }
+inline vf even(vf a) { return {vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_f32(a.v), 16))}; }
+inline vf odd(vf a) {
+  return {vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(a.v), vdupq_n_u32(0xFFFF0000u)))};
+}
+#else
+inline vf load_pairs(const bf16* p) {
+  vf r;
+  std::memcpy(r.v, p, sizeof r.v);
+  return r;
+}
+inline vf even(vf a) {
+  for (float& x : a.v) x = from_bits(to_bits(x) << 16);
+  return a;
+}
+inline vf odd(vf a) {
+  for (float& x : a.v) x = from_bits(to_bits(x) & 0xFFFF0000u);
+  return a;
+}
+#endif
+
 // ---- common to every width ----
 // NaN in either operand gives NaN (max_raw alone would drop one of them by operand order).
 inline vf vmax(vf a, vf b) { return select(is_nan(a), a, select(is_nan(b), b, max_raw(a, b))); }

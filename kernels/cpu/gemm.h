@@ -1,0 +1,389 @@
+// The reduction engine of the linear operators: C[r][l] = tree over leaves of chain over k of A[r][k] * B[l][k].
+// A's rows are broadcast, B's lanes fill vectors. Blocking and threads never change the order of one element's sum.
+#pragma once
+#include <cstdlib>
+
+#include "elementwise.h"
+
+namespace tpi {
+namespace TPI_NS {
+namespace gemm {
+
+// Rows of a register tile that is 1, 2 or 3 vectors wide: accumulators, vectors of B and one broadcast fit the registers.
+#if defined(TPI_ISA_AVX512)
+constexpr int kTileRows[4] = {0, 24, 14, 8};
+#elif defined(TPI_ISA_AVX2)
+constexpr int kTileRows[4] = {0, 12, 6, 4};
+#elif defined(TPI_ISA_NEON)
+constexpr int kTileRows[4] = {0, 16, 12, 8};
+#else
+constexpr int kTileRows[4] = {0, 4, 2, 1};
+#endif
+
+constexpr i64 kBlockK = 256;         // largest piece of the reduction that is packed at a time
+constexpr i64 kBlockLanes = 768;     // lanes of B packed at a time
+constexpr i64 kBlockRows = 768;      // rows of C in flight
+constexpr i64 kPackRows = 96;        // rows of A packed at a time
+constexpr i64 kStreamRows = 48;      // the same when all of B fits kResident
+constexpr i64 kResident = 64 * 1024;  // floats of B that stay in the L2 cache
+constexpr i64 kInPlaceLanes = 128;   // up to here an f32 A is read in place
+
+inline i64 min_of(i64 a, i64 b) { return a < b ? a : b; }
+inline i64 max_of(i64 a, i64 b) { return a > b ? a : b; }
+inline i64 div_up(i64 a, i64 b) { return (a + b - 1) / b; }
+inline i64 round_up(i64 a, i64 b) { return div_up(a, b) * b; }
+
+// Per-thread scratch, 64-byte aligned, kept between calls. Null when memory is short.
+class Scratch {
+ public:
+  ~Scratch() { std::free(p_); }
+  float* get(i64 floats) {
+    if (floats > size_) {
+      std::free(p_);
+      size_ = round_up(floats, 1024);
+      p_ = static_cast<float*>(std::aligned_alloc(64, size_t(size_) * sizeof(float)));
+      if (!p_) size_ = 0;
+    }
+    return p_;
+  }
+
+ private:
+  float* p_ = nullptr;
+  i64 size_ = 0;
+};
+inline float* scratch(i64 floats) {
+  static thread_local Scratch s;
+  return s.get(floats);
+}
+
+// The leaves of a reduction over n elements and how the engine walks it. The tree is a binary counter: after leaf g the
+// running sum takes in one stored partial per trailing one bit of g, and is stored one level above the last of them.
+struct Reduction {
+  i64 n, leaf, block;
+  int levels;   // stored levels: bits of the last leaf that has elements
+  int inner;    // of these, levels that complete inside a block
+  bool padded;  // leaves beyond 2^levels exist; all are +0
+
+  Reduction(i64 n_, i64 leaf_, i64 leaves) : n(n_), leaf(max_of(leaf_, 1)), block(leaf), levels(0), inner(0) {
+    i64 used = max_of(div_up(n, leaf), 1);
+    while ((i64(1) << levels) < used) ++levels;
+    padded = leaves > (i64(1) << levels);
+    if (leaf > kBlockK) {
+      block = round_up(div_up(leaf, div_up(leaf, kBlockK)), 16);  // pieces of one leaf
+    } else {
+      while (inner < levels && 2 * block <= kBlockK) block *= 2, ++inner;
+    }
+  }
+  // Block boundaries: whole groups of leaves, or pieces that never straddle two leaves.
+  i64 block_end(i64 k) const { return min_of(n, min_of(k + block, leaf > kBlockK ? (k / leaf + 1) * leaf : n)); }
+  static bool valid(i64 n, i64 leaf, i64 leaves) {
+    return n >= 0 && leaf >= 0 && is_power_of_two(leaves) && div_up(n, leaves) <= leaf;
+  }
+};
+
+// acc += A * B over `n` steps. A: R rows with the given stride. B: [n][P * W].
+template <int R, int P>
+TPI_INLINE inline void chain(const float* a, i64 stride, const float* b, i64 n, vf (&acc)[R][P]) {
+  constexpr int Q = (R + 3) / 4;
+  const float* base[Q];
+#pragma GCC unroll 8
+  for (int q = 0; q < Q; ++q) base[q] = a + 4 * q * stride;
+#pragma GCC unroll 4
+  for (i64 k = 0; k < n; ++k) {
+    vf bv[P];
+#pragma GCC unroll 4
+    for (int p = 0; p < P; ++p) bv[p] = load(b + p * W);
+#pragma GCC unroll 32
+    for (int r = 0; r < R; ++r) {
+      vf av = set1(base[r / 4][(r % 4) * stride + k]);
+#pragma GCC unroll 4
+      for (int p = 0; p < P; ++p) acc[r][p] = fma(av, bv[p], acc[r][p]);
+    }
+    b += P * W;
+  }
+}
+
+template <int R, int P>
+TPI_INLINE inline void tile_clear(vf (&acc)[R][P]) {
+#pragma GCC unroll 32
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int p = 0; p < P; ++p) acc[r][p] = zero();
+}
+template <int R, int P>
+TPI_INLINE inline void tile_load(const float* s, vf (&acc)[R][P]) {
+#pragma GCC unroll 32
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int p = 0; p < P; ++p) acc[r][p] = load(s + (r * P + p) * W);
+}
+template <int R, int P>
+TPI_INLINE inline void tile_store(float* s, const vf (&acc)[R][P]) {
+#pragma GCC unroll 32
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int p = 0; p < P; ++p) store(s + (r * P + p) * W, acc[r][p]);
+}
+template <int R, int P>
+TPI_INLINE inline void tile_merge(const float* left, vf (&acc)[R][P]) {
+#pragma GCC unroll 32
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int p = 0; p < P; ++p) acc[r][p] = add(load(left + (r * P + p) * W), acc[r][p]);
+}
+template <int R, int P>
+TPI_INLINE inline void tile_add_zero(vf (&acc)[R][P]) {
+#pragma GCC unroll 32
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int p = 0; p < P; ++p) acc[r][p] = add(acc[r][p], zero());
+}
+// Stores the value of leaf g (not the last) in the tree; level(l) is the storage of level l.
+template <int R, int P, class Level>
+TPI_INLINE inline void tile_push(i64 g, Level level, vf (&acc)[R][P]) {
+  int l = 0;
+  for (; g >> l & 1; ++l) tile_merge(level(l), acc);
+  tile_store(level(l), acc);
+}
+// The root, from the value of the last leaf g. Empty leaves to the right add +0, which matters for -0.
+template <int R, int P, class Level>
+TPI_INLINE inline void tile_root(const Reduction& red, i64 g, Level level, vf (&acc)[R][P]) {
+  for (int l = 0; l < red.levels; ++l) {
+    if (g >> l & 1)
+      tile_merge(level(l), acc);
+    else
+      tile_add_zero(acc);
+  }
+  if (red.padded) tile_add_zero(acc);
+}
+
+// One register tile over the block [k0, k1). `outer` holds this tile's stored levels inner, inner + 1, …, and then the
+// running sum of an unfinished leaf or, after the last block, the result; `stride` floats from one to the next.
+template <int R, int P>
+void tile(const Reduction& red, i64 k0, i64 k1, const float* a, i64 a_stride, const float* b, float* outer, i64 stride) {
+  alignas(64) float near[10 * R * P * W];  // levels below `inner`
+  float* total = outer + (red.levels - red.inner) * stride;
+  auto level = [&](int l) { return l < red.inner ? near + l * (R * P * W) : outer + (l - red.inner) * stride; };
+  vf acc[R][P];
+  i64 g = k0 / red.leaf;
+  if (k0 % red.leaf) tile_load(total, acc);
+  else tile_clear(acc);
+  for (i64 k = k0;; ++g) {
+    i64 leaf_end = (g + 1) * red.leaf, end = min_of(leaf_end, k1);
+    chain<R, P>(a + (k - k0), a_stride, b + (k - k0) * (P * W), end - k, acc);
+    if (end == red.n) {
+      tile_root(red, g, level, acc);
+      tile_store(total, acc);
+      return;
+    }
+    if (end < leaf_end) {
+      tile_store(total, acc);
+      return;
+    }
+    tile_push(g, level, acc);
+    if (end == k1) return;
+    tile_clear(acc);
+    k = end;
+  }
+}
+template <int R, int P, class... Args>
+TPI_INLINE inline void tile_of(int rows, Args... args) {
+  if (rows == R) tile<R, P>(args...);
+  else if constexpr (R > 1) tile_of<R - 1, P>(rows, args...);
+}
+
+// ---- packing ----
+// Columns that one register transpose covers: bf16 moves as pairs.
+template <class T>
+constexpr int kColumns = W;
+template <>
+constexpr int kColumns<bf16> = 2 * W;
+
+// out[c] = src[0 … W-1][c].
+template <class T>
+TPI_INLINE inline void load_transposed(const T* src, i64 ld, vf (&out)[kColumns<T>]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < W; ++i) out[i] = load_as(src + i * ld);
+  transpose(out);
+}
+TPI_INLINE inline void load_transposed(const bf16* src, i64 ld, vf (&out)[2 * W]) {
+  vf r[W];
+#pragma GCC unroll 16
+  for (int i = 0; i < W; ++i) r[i] = load_pairs(src + i * ld);
+  transpose(r);
+#pragma GCC unroll 16
+  for (int i = 0; i < W; ++i) {
+    out[2 * i] = even(r[i]);
+    out[2 * i + 1] = odd(r[i]);
+  }
+}
+// The same at an edge: only `rows` x `columns` elements are read, the others are +0.
+template <class T>
+__attribute__((noinline)) void load_transposed_part(const T* src, i64 ld, i64 rows, i64 columns,
+                                                    vf (&out)[kColumns<T>]) {
+  T t[W][kColumns<T>] = {};
+  for (i64 i = 0; i < min_of(rows, W); ++i) std::memcpy(t[i], src + i * ld, size_t(columns) * sizeof(T));
+  load_transposed(t[0], kColumns<T>, out);
+}
+
+// dst[c][r] = src[r][c]; rows are padded with +0 to a multiple of W.
+template <class T>
+void pack_transposed(const T* src, i64 ld, i64 rows, i64 columns, float* dst, i64 dst_ld) {
+  constexpr int C = kColumns<T>;
+  for (i64 r = 0; r < rows; r += W)
+    for (i64 c = 0; c < columns; c += C) {
+      const T* s = src + r * ld + c;
+      float* d = dst + c * dst_ld + r;
+      vf t[C];
+      if (rows - r >= W && columns - c >= C) {
+        load_transposed(s, ld, t);
+#pragma GCC unroll 32
+        for (int i = 0; i < C; ++i) store(d + i * dst_ld, t[i]);
+      } else {
+        load_transposed_part(s, ld, rows - r, min_of(columns - c, C), t);
+        for (int i = 0; i < min_of(columns - c, C); ++i) store(d + i * dst_ld, t[i]);
+      }
+    }
+}
+// dst[r][c] = src[r][c]; columns are padded with +0 to a multiple of W.
+template <class T>
+void pack_copied(const T* src, i64 ld, i64 rows, i64 columns, float* dst, i64 dst_ld) {
+  for (i64 r = 0; r < rows; ++r, src += ld, dst += dst_ld) {
+    i64 c = 0;
+    for (; c + W <= columns; c += W) store(dst + c, load_as(src + c));
+    if (c < columns) store(dst + c, load_as_n(src + c, int(columns - c)));
+  }
+}
+
+// A matrix indexed [i][k]: dense in k (ld from i to i + 1) or dense in i (ld from k to k + 1).
+template <class T>
+struct Operand {
+  const T* p;
+  i64 ld;
+  bool k_dense;
+  const T* at(i64 i, i64 k) const { return k_dense ? p + i * ld + k : p + k * ld + i; }
+};
+
+// C for rows [r0, r1) and lanes [l0, l1) on the calling thread. finish(r, rows, l, lanes, c, ld) takes the results of a
+// panel, c[rows][ld]. False when memory is short.
+template <class T, class Finish>
+bool reduce_block(const Reduction& red, Operand<T> A, i64 r0, i64 r1, Operand<T> B, i64 l0, i64 l1, const Finish& finish) {
+  const i64 lanes_max = round_up(min_of(l1 - l0, kBlockLanes), W);
+  const bool resident = lanes_max * red.n <= kResident;
+  const bool in_place = sizeof(T) == sizeof(float) && A.k_dense && l1 - l0 <= kInPlaceLanes;
+  const i64 rows_max = min_of(r1 - r0, resident ? kStreamRows : kBlockRows);
+  const i64 pack_ld = round_up(red.block, 16) + 16;  // off the power-of-two strides that share cache sets
+  const i64 b_size = lanes_max * (resident ? red.n : min_of(red.block, red.n));
+  const i64 a_size = in_place ? 0 : min_of(rows_max, kPackRows) * pack_ld;
+  const i64 level_size = rows_max * lanes_max;
+  float* b_pack = scratch(round_up(b_size, 16) + a_size + (red.levels - red.inner + 1) * level_size);
+  if (!b_pack) return false;
+  float* a_pack = b_pack + round_up(b_size, 16);
+  float* sums = a_pack + a_size;
+
+  for (i64 lb = l0; lb < l1; lb += kBlockLanes) {
+    const i64 lanes = min_of(l1 - lb, kBlockLanes), vectors = div_up(lanes, W);
+    // Panels two vectors wide; an odd count starts with one of three (or is one of one).
+    auto panel_vectors = [&](i64 v) { return vectors == 1 ? 1 : v == 0 && vectors % 2 ? 3 : 2; };
+    auto pack_b = [&](i64 k0, i64 k1, float* dst) {
+      for (i64 v = 0; v < vectors; v += panel_vectors(v)) {
+        const i64 width = panel_vectors(v) * W, l = lb + v * W, n = min_of(l1 - l, width);
+        float* d = dst + v * W * (k1 - k0);
+        if (B.k_dense) pack_transposed(B.at(l, k0), B.ld, n, k1 - k0, d, width);
+        else pack_copied(B.at(l, k0), B.ld, k1 - k0, n, d, width);
+      }
+    };
+    if (resident)
+      for (i64 k = 0; k < red.n; k = red.block_end(k)) pack_b(k, red.block_end(k), b_pack + k * vectors * W);
+    for (i64 rb = r0; rb < r1; rb += rows_max) {
+      const i64 rows = min_of(r1 - rb, rows_max);
+      i64 k0 = 0;
+      do {
+        const i64 k1 = red.block_end(k0);
+        const float* b = resident ? b_pack + k0 * vectors * W : b_pack;
+        if (!resident) pack_b(k0, k1, b_pack);
+        for (i64 rp = 0; rp < rows; rp += kPackRows) {
+          const i64 part = min_of(rows - rp, kPackRows);
+          const float* a = a_pack;
+          i64 a_ld = pack_ld;
+          if (in_place) {
+            a = reinterpret_cast<const float*>(A.at(rb + rp, k0));
+            a_ld = A.ld;
+          } else if (A.k_dense) {
+            pack_copied(A.at(rb + rp, k0), A.ld, part, k1 - k0, a_pack, pack_ld);
+          } else {
+            pack_transposed(A.at(rb + rp, k0), A.ld, k1 - k0, part, a_pack, pack_ld);
+          }
+          for (i64 v = 0; v < vectors; v += panel_vectors(v)) {
+            const int P = int(panel_vectors(v)), width = P * W;
+            const i64 groups = div_up(part, kTileRows[P]);
+            for (i64 i = 0; i < groups; ++i) {
+              const i64 r = part * i / groups;
+              const int R = int(part * (i + 1) / groups - r);
+              const float* ar = a + r * a_ld;
+              const float* bv = b + v * W * (k1 - k0);
+              float* s = sums + v * W * rows + (rp + r) * width;
+              if (P == 2) tile_of<kTileRows[2], 2>(R, red, k0, k1, ar, a_ld, bv, s, level_size);
+              else if (P == 1) tile_of<kTileRows[1], 1>(R, red, k0, k1, ar, a_ld, bv, s, level_size);
+              else tile_of<kTileRows[3], 3>(R, red, k0, k1, ar, a_ld, bv, s, level_size);
+            }
+          }
+        }
+        k0 = k1;
+      } while (k0 < red.n);
+      const float* total = sums + (red.levels - red.inner) * level_size;
+      for (i64 v = 0; v < vectors; v += panel_vectors(v)) {
+        const i64 width = panel_vectors(v) * W, l = lb + v * W;
+        finish(rb, rows, l, min_of(l1 - l, width), total + v * W * rows, width);
+      }
+    }
+  }
+  return true;
+}
+
+// ---- threads ----
+constexpr double kSerialProducts = 50e3;  // multiply-adds below which starting threads costs more than it saves
+
+// run(i) for i in [0, n), one thread when the work is small. Returns the first failing status, in no promised order.
+template <class Run>
+int for_each_task(double products, const Run& run) {
+  int status = TPI_OK;
+  if (products < kSerialProducts || omp_get_max_threads() == 1) {
+    FloatEnv env;
+    i64 next = 0;
+    return run([&] { return next++; });
+  }
+  i64 shared = 0;
+#pragma omp parallel
+  {
+    FloatEnv env;
+    int mine = run([&] {
+      i64 i;
+#pragma omp atomic capture
+      i = shared++;
+      return i;
+    });
+    if (mine != TPI_OK) {
+#pragma omp atomic write
+      status = mine;
+    }
+  }
+  return status;
+}
+
+// How an [m, n] result is cut in about `parts` rectangles: sizes of a rectangle.
+struct Cut {
+  i64 m, n;
+  Cut(i64 M, i64 N, i64 parts) : m(M), n(N) {
+    double best = 0;
+    for (i64 i = 1; i <= parts; ++i) {
+      i64 cm = min_of(M, round_up(div_up(M, i), 2 * W)), cn = min_of(N, round_up(div_up(N, parts / i), 32));
+      double cost = double(cm) * double(cn) + 8.0 * double(cm + cn);  // products, then what is packed for them
+      if (i == 1 || cost < best) best = cost, m = cm, n = cn;
+    }
+  }
+};
+
+}  // namespace gemm
+}  // namespace TPI_NS
+}  // namespace tpi

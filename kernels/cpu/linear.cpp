@@ -1,0 +1,293 @@
+// linear, its gradients, and their grouped (mixture of experts) forms. Semantics: docs/op-schemas.md.
+#include "gemm.h"
+
+namespace tpi {
+namespace TPI_NS {
+namespace gemm {
+
+constexpr int kFewRows = 4;  // up to here the weight is streamed once, transposed in registers
+
+// Results for the caller: [lanes = tokens] x [rows = output features], transposed on the way out.
+template <class TO, class T>
+struct TokenMajorOut {
+  TO* y;
+  i64 ld;
+  const T* bias;
+  void operator()(i64 n0, i64 features, i64 m0, i64 tokens, const float* c, i64 c_ld) const {
+    for (i64 n = 0; n < features; n += W)
+      for (i64 m = 0; m < tokens; m += W) {
+        const int width = int(min_of(features - n, W));
+        vf t[W];
+        for (int i = 0; i < W; ++i) t[i] = i < width ? load(c + (n + i) * c_ld + m) : zero();
+        transpose(t);
+        for (int j = 0; j < min_of(tokens - m, W); ++j) put(m0 + m + j, n0 + n, t[j], width);
+      }
+  }
+  void put(i64 m, i64 n, vf value, int width) const {
+    if (bias) value = add(value, load_part(bias + n, width));
+    store_part(y + m * ld + n, value, width);
+  }
+};
+
+// Results with lanes = the dense dimension.
+template <class TO>
+struct RowMajorOut {
+  TO* y;
+  i64 ld;
+  void operator()(i64 r0, i64 rows, i64 l0, i64 lanes, const float* c, i64 c_ld) const {
+    for (i64 r = 0; r < rows; ++r)
+      for_columns(0, lanes, [&](i64 l, int n) { store_part(y + (r0 + r) * ld + l0 + l, load(c + r * c_ld + l), n); });
+  }
+};
+struct AddTo {
+  float* grad;
+  i64 ld;
+  void operator()(i64 r0, i64 rows, i64 l0, i64 lanes, const float* c, i64 c_ld) const {
+    for (i64 r = 0; r < rows; ++r)
+      for_columns(0, lanes, [&](i64 l, int n) {
+        float* g = grad + (r0 + r) * ld + l0 + l;
+        store_part(g, add(load_part(g, n), load(c + r * c_ld + l)), n);
+      });
+  }
+};
+
+// M tokens (x widened to f32, [M][K]) against features [n, n + rows), rows <= G * W: y[m][G * W].
+template <class T, int M, int G>
+void few_tokens(const Reduction& red, const float* x, const T* w, i64 ldw, i64 rows, float* y) {
+  constexpr int C = kColumns<T>;
+  float stack[64][M * G * W];
+  auto level = [&](int l) { return stack[l]; };
+  vf acc[M][G];
+  i64 g = 0, k = 0;
+  for (;; ++g) {
+    const i64 end = min_of((g + 1) * red.leaf, red.n);
+    tile_clear(acc);
+    if (rows == G * W) {
+      for (; k + C <= end; k += C)
+#pragma GCC unroll 4
+        for (int v = 0; v < G; ++v) {
+          vf t[C];
+          load_transposed(w + v * W * ldw + k, ldw, t);
+#pragma GCC unroll 32
+          for (int j = 0; j < C; ++j)
+#pragma GCC unroll 4
+            for (int m = 0; m < M; ++m) acc[m][v] = fma(set1(x[m * red.n + k + j]), t[j], acc[m][v]);
+        }
+    }
+    for (; k < end; k += C)
+      for (int v = 0; v < G; ++v) {
+        vf t[C];
+        load_transposed_part(w + v * W * ldw + k, ldw, min_of(rows - v * W, W), min_of(red.n - k, C), t);
+        for (int j = 0; j < min_of(end - k, C); ++j)
+          for (int m = 0; m < M; ++m) acc[m][v] = fma(set1(x[m * red.n + k + j]), t[j], acc[m][v]);
+      }
+    k = end;
+    if (end == red.n) break;
+    tile_push(g, level, acc);
+  }
+  tile_root(red, g, level, acc);
+  tile_store(y, acc);
+}
+template <int M, class T, class Out>
+void few_tokens(i64 tokens, const Reduction& red, const float* x, const T* w, i64 ldw, i64 m0, i64 n0, i64 n1,
+                const Out& out) {
+  if constexpr (M > 1) {
+    if (tokens < M) return few_tokens<M - 1>(tokens, red, x, w, ldw, m0, n0, n1, out);
+  }
+  constexpr int G = M > 2 ? 2 : 4;
+  for (i64 n = n0; n < n1;) {
+    float y[M * G * W];
+    const bool wide = n1 - n >= G * W;
+    const i64 width = wide ? G * W : W, rows = min_of(n1 - n, width);
+    (wide ? few_tokens<T, M, G> : few_tokens<T, M, 1>)(red, x, w + n * ldw, ldw, rows, y);
+    for (int m = 0; m < M; ++m)
+      for_columns(0, rows, [&](i64 i, int lanes) { out.put(m0 + m, n + i, load(y + m * width + i), lanes); });
+    n += rows;
+  }
+}
+
+// y for tokens [m0, m1) and features [n0, n1).
+template <class T, class Out>
+bool linear_part(const Reduction& red, const T* x, i64 ldx, const T* w, i64 ldw, i64 m0, i64 m1, i64 n0, i64 n1,
+                 const Out& out) {
+  const i64 tokens = m1 - m0;
+  if (tokens > kFewRows)
+    return reduce_block<T>(red, {w, ldw, true}, n0, n1, {x, ldx, true}, m0, m1, out);
+  float* wide = scratch(tokens * red.n + W);
+  if (!wide) return false;
+  pack_copied(x + m0 * ldx, ldx, tokens, red.n, wide, red.n);
+  few_tokens<kFewRows>(tokens, red, wide, w, ldw, m0, n0, n1, out);
+  return true;
+}
+
+// The tokens of a group (all of them, or an expert's) and their weight.
+template <class Part>
+int for_groups(const i64* offsets, i64 groups, i64 columns, double products_per_token, const Part& part) {
+  for (i64 e = 0; e < groups; ++e)
+    if (offsets[e] > offsets[e + 1]) return TPI_BAD_SHAPE;
+  const i64 total = offsets[groups] - offsets[0];
+  if (total == 0 || columns == 0) return TPI_OK;
+  const double products = double(total) * products_per_token;
+  return for_each_task(products, [&](auto next) {
+    const i64 threads = omp_get_num_threads(), target = groups == 1 ? threads : 4 * threads;
+    i64 task = 0, mine = next();
+    for (i64 e = 0; e < groups; ++e) {
+      const i64 first = offsets[e], tokens = offsets[e + 1] - first;
+      if (tokens == 0) continue;
+      const Cut cut(tokens, columns, div_up(target * tokens, total));
+      for (i64 m = 0; m < tokens; m += cut.m)
+        for (i64 n = 0; n < columns; n += cut.n) {
+          if (task++ != mine) continue;
+          if (!part(e, first + m, first + min_of(m + cut.m, tokens), n, min_of(n + cut.n, columns)))
+            return int(TPI_NO_MEMORY);
+          mine = next();
+        }
+    }
+    return int(TPI_OK);
+  });
+}
+
+template <class F>
+int for_dtypes(int dtype, int out_dtype, F f) {
+  return for_dtype(dtype, [&](auto in) { return for_dtype(out_dtype, [&](auto out) { return f(in, out); }); });
+}
+
+inline int linear(int dtype, int out_dtype, const void* x, i64 ldx, const void* w, i64 expert_stride, i64 ldw,
+                  const void* bias, void* y, i64 ldy, const i64* offsets, i64 experts, i64 N, i64 K, i64 leaf,
+                  i64 leaves) {
+  if (N < 0 || !Reduction::valid(K, leaf, leaves)) return TPI_BAD_SHAPE;
+  return for_dtypes(dtype, out_dtype, [&](auto in, auto result) -> int {
+    using T = decltype(in);
+    using TO = decltype(result);
+    const Reduction red(K, leaf, leaves);
+    const TokenMajorOut<TO, T> out{static_cast<TO*>(y), ldy, static_cast<const T*>(bias)};
+    return for_groups(offsets, experts, N, double(N) * double(K), [&](i64 e, i64 m0, i64 m1, i64 n0, i64 n1) {
+      const T* we = static_cast<const T*>(w) + e * expert_stride;
+      return linear_part(red, static_cast<const T*>(x), ldx, we, ldw, m0, m1, n0, n1, out);
+    });
+  });
+}
+
+inline int linear_dx(int dtype, int out_dtype, const void* dy, i64 lddy, const void* w, i64 expert_stride, i64 ldw,
+                     void* dx, i64 lddx, const i64* offsets, i64 experts, i64 N, i64 K, i64 leaf, i64 leaves) {
+  if (K < 0 || !Reduction::valid(N, leaf, leaves)) return TPI_BAD_SHAPE;
+  return for_dtypes(dtype, out_dtype, [&](auto in, auto result) -> int {
+    using T = decltype(in);
+    using TO = decltype(result);
+    const Reduction red(N, leaf, leaves);
+    const RowMajorOut<TO> out{static_cast<TO*>(dx), lddx};
+    return for_groups(offsets, experts, K, double(N) * double(K), [&](i64 e, i64 m0, i64 m1, i64 k0, i64 k1) {
+      const T* we = static_cast<const T*>(w) + e * expert_stride;
+      return reduce_block<T>(red, {static_cast<const T*>(dy), lddy, true}, m0, m1, {we, ldw, false}, k0, k1, out);
+    });
+  });
+}
+
+inline bool valid_rows(i64 rows, const i64* row_len, i64 spans) {
+  if (rows < 0 || !is_power_of_two(spans)) return false;
+  for (i64 r = 0; r < rows; ++r)
+    if (row_len[r] < 0) return false;
+  return true;
+}
+
+}  // namespace gemm
+}  // namespace TPI_NS
+}  // namespace tpi
+
+using namespace tpi;
+using namespace tpi::TPI_NS;
+using namespace tpi::TPI_NS::gemm;
+
+TPI_EXPORT(linear)(int dtype, int out_dtype, const void* x, i64 ldx, const void* w, i64 ldw, const void* bias, void* y,
+                   i64 ldy, i64 M, i64 N, i64 K, i64 leaf, i64 leaves) {
+  const i64 offsets[2] = {0, M};
+  return gemm::linear(dtype, out_dtype, x, ldx, w, 0, ldw, bias, y, ldy, offsets, 1, N, K, leaf, leaves);
+}
+
+TPI_EXPORT(grouped_linear)(int dtype, int out_dtype, const void* x, i64 ldx, const void* w, i64 expert_stride, i64 ldw,
+                           void* y, i64 ldy, const i64* offsets, i64 experts, i64 N, i64 K, i64 leaf, i64 leaves) {
+  return gemm::linear(dtype, out_dtype, x, ldx, w, expert_stride, ldw, nullptr, y, ldy, offsets, experts, N, K, leaf,
+                        leaves);
+}
+
+TPI_EXPORT(linear_dx)(int dtype, int out_dtype, const void* dy, i64 lddy, const void* w, i64 ldw, void* dx, i64 lddx,
+                      i64 M, i64 N, i64 K, i64 leaf, i64 leaves) {
+  const i64 offsets[2] = {0, M};
+  return gemm::linear_dx(dtype, out_dtype, dy, lddy, w, 0, ldw, dx, lddx, offsets, 1, N, K, leaf, leaves);
+}
+
+TPI_EXPORT(grouped_linear_dx)(int dtype, int out_dtype, const void* dy, i64 lddy, const void* w, i64 expert_stride,
+                              i64 ldw, void* dx, i64 lddx, const i64* offsets, i64 experts, i64 N, i64 K, i64 leaf,
+                              i64 leaves) {
+  return gemm::linear_dx(dtype, out_dtype, dy, lddy, w, expert_stride, ldw, dx, lddx, offsets, experts, N, K, leaf,
+                           leaves);
+}
+
+TPI_EXPORT(linear_dw)(int dtype, const void* dy, i64 lddy, const void* x, i64 ldx, float* grad, i64 ldg, i64 N, i64 K,
+                      i64 rows, const i64* row_first, const i64* row_len, i64 row_stride, i64 spans) {
+  if (N < 0 || K < 0 || !valid_rows(rows, row_len, spans)) return TPI_BAD_SHAPE;
+  return for_dtype(dtype, [&](auto in) -> int {
+    using T = decltype(in);
+    double tokens = 0;
+    for (i64 r = 0; r < rows; ++r) tokens += double(row_len[r]);
+    const AddTo out{grad, ldg};
+    const i64 offsets[2] = {0, N};
+    return for_groups(offsets, 1, K, tokens * double(K), [&](i64, i64 n0, i64 n1, i64 k0, i64 k1) {
+      for (i64 r = 0; r < rows; ++r) {
+        const Operand<T> a{static_cast<const T*>(dy) + row_first[r] * lddy, row_stride * lddy, false};
+        const Operand<T> b{static_cast<const T*>(x) + row_first[r] * ldx, row_stride * ldx, false};
+        const Reduction red(row_len[r], div_up(row_len[r], spans), spans);
+        if (!reduce_block(red, a, n0, n1, b, k0, k1, out)) return false;
+      }
+      return true;
+    });
+  });
+}
+
+TPI_EXPORT(linear_db)(int dtype, const void* dy, i64 lddy, float* grad, i64 N, i64 rows, const i64* row_first,
+                      const i64* row_len, i64 row_stride, i64 spans) {
+  if (N < 0 || !valid_rows(rows, row_len, spans)) return TPI_BAD_SHAPE;
+  return for_dtype(dtype, [&](auto in) -> int {
+    using T = decltype(in);
+    constexpr int V = 8;
+    i64 tokens = 0;
+    for (i64 r = 0; r < rows; ++r) tokens += row_len[r];
+    // columns [n, n + width), width <= V * W
+    auto columns = [&](i64 n, i64 width) {
+      const int vectors = int(div_up(width, W));
+      auto lanes = [&](int v) { return int(min_of(width - v * W, W)); };
+      for (i64 r = 0; r < rows; ++r) {
+        const Reduction red(row_len[r], div_up(row_len[r], spans), spans);
+        const T* p = static_cast<const T*>(dy) + row_first[r] * lddy + n;
+        const i64 step = row_stride * lddy;
+        float stack[64][V * W];
+        auto level = [&](int l) { return stack[l]; };
+        vf acc[V][1];
+        i64 g = 0;
+        for (i64 t = 0;; ++g) {
+          const i64 end = min_of((g + 1) * red.leaf, red.n);
+          tile_clear(acc);
+          if (width == V * W) {
+            for (; t < end; ++t, p += step)
+#pragma GCC unroll 8
+              for (int v = 0; v < V; ++v) acc[v][0] = add(acc[v][0], load_as(p + v * W));
+          } else {
+            for (; t < end; ++t, p += step)
+              for (int v = 0; v < vectors; ++v) acc[v][0] = add(acc[v][0], load_part(p + v * W, lanes(v)));
+          }
+          if (end == red.n) break;
+          tile_push(g, level, acc);
+        }
+        tile_root(red, g, level, acc);
+        for (int v = 0; v < vectors; ++v) {
+          float* out = grad + n + v * W;
+          store_part(out, add(load_part(out, lanes(v)), acc[v][0]), lanes(v));
+        }
+      }
+    };
+    parallel_for(div_up(N, V * W), N * tokens, [&](i64 begin, i64 end) {
+      for (i64 u = begin; u < end; ++u) columns(u * V * W, min_of(N - u * V * W, V * W));
+    });
+    return TPI_OK;
+  });
+}
