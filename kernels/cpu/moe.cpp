@@ -61,10 +61,10 @@ struct Router {
       if (sigmoid) {
         vf s = div(set1(1.0f), add(set1(1.0f), vexp(neg(z))));
         k = bias != nullptr ? add(s, load_part(bias + j, n)) : s;
-        store_n(value + j, s, n);
+        store_part(value + j, s, n);
       }
       nan = nan || any(is_nan(z)) || any(is_nan(k));
-      store_n(key + j, k, n);
+      store_part(key + j, k, n);
     });
     if (nan) return TPI_NAN_ROUTER;
     if (groups > 1)
@@ -76,7 +76,7 @@ struct Router {
       float max = key[0];
       for (i64 e = 1; e < experts; ++e) max = key[e] > max ? key[e] : max;
       for_columns(0, experts, [&](i64 j, int n) TPI_INLINE {
-        store_n(value + j, vexp(sub(load_part((const float*)key + j, n), set1(max))), n);
+        store_part(value + j, vexp(sub(load_part((const float*)key + j, n), set1(max))), n);
       });
     }
     float chosen_sum = 0.0f;

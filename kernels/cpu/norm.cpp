@@ -90,7 +90,7 @@ void norm_backward(const T* dy, Rows dys, const T* x, Rows xs, const T* w, const
 // The weight gradient of columns [first, first + width), width <= kColumns.
 template <class T>
 struct WeightGradient {
-  static constexpr i64 kColumns = 256;
+  static constexpr i64 kColumns = 1024;
 
   const T *dy, *x;
   i64 dy_token, dy_head, x_token, x_head;
@@ -98,37 +98,47 @@ struct WeightGradient {
   i64 heads, head_leaves, first, width;
   i64 token0, tokens, token_stride, span;  // the current row
 
-  // fma(dy, n, acc) of one token and head at column j.
-  TPI_INLINE vf step(i64 token, i64 head, i64 j, int m, vf acc) const {
-    vf a = load_part(x + token * x_token + head * x_head + j, m);
-    vf n = round_as(T(), mul(a, set1(rstd[token * heads + head])));
-    return fma(load_part(dy + token * dy_token + head * dy_head + j, m), n, acc);
+  void clear(float* acc) const {
+    for (i64 j = 0; j < width; ++j) acc[j] = 0.0f;
+  }
+  void add_to(float* acc, const float* x) const {
+    for (i64 j = 0; j < width; ++j) acc[j] += x[j];
   }
 
-  vf head_tree(i64 token, i64 leaf0, i64 leaves, i64 j, int m) const {
+  // acc = fma(dy, n, acc) of one token and head.
+  void accumulate(i64 token, i64 head, float* acc) const {
+    const T *d = dy + token * dy_token + head * dy_head + first, *a = x + token * x_token + head * x_head + first;
+    const vf scale = set1(rstd[token * heads + head]);
+    for_columns(0, width, [&](i64 j, int m) TPI_INLINE {
+      vf n = round_as(T(), mul(load_part(a + j, m), scale));
+      store_part(acc + j, fma(load_part(d + j, m), n, load_part((const float*)acc + j, m)), m);
+    });
+  }
+
+  void head_tree(i64 token, i64 leaf0, i64 leaves, float* out) const {
     if (leaves > 1) {
-      vf left = head_tree(token, leaf0, leaves / 2, j, m);
-      return add(left, head_tree(token, leaf0 + leaves / 2, leaves / 2, j, m));
+      float right[kColumns];
+      head_tree(token, leaf0, leaves / 2, out);
+      head_tree(token, leaf0 + leaves / 2, leaves / 2, right);
+      return add_to(out, right);
     }
     const i64 length = heads / head_leaves;
-    vf acc = zero();
-    for (i64 head = leaf0 * length; head < (leaf0 + 1) * length; ++head) acc = step(token, head, j, m, acc);
-    return acc;
+    clear(out);
+    for (i64 head = leaf0 * length; head < (leaf0 + 1) * length; ++head) accumulate(token, head, out);
   }
 
   void span_chain(i64 index, float* acc) const {
-    for (i64 j = 0; j < width; ++j) acc[j] = 0.0f;
+    clear(acc);
     const i64 end = (index + 1) * span < tokens ? (index + 1) * span : tokens;
     for (i64 k = index * span; k < end; ++k) {
       const i64 token = token0 + k * token_stride;
-      for_columns(0, width, [&](i64 j, int m) TPI_INLINE {
-        vf a = load_part(acc + j, m);
-        a = heads == 1 ? step(token, 0, first + j, m, a) : add(a, head_tree(token, 0, head_leaves, first + j, m));
-        if (m == W)
-          store(acc + j, a);
-        else
-          store_n(acc + j, a, m);
-      });
+      if (heads == 1) {
+        accumulate(token, 0, acc);
+      } else {
+        float t[kColumns];
+        head_tree(token, 0, head_leaves, t);
+        add_to(acc, t);
+      }
     }
   }
 
@@ -137,7 +147,7 @@ struct WeightGradient {
     float right[kColumns];
     span_tree(span0, spans / 2, out);
     span_tree(span0 + spans / 2, spans / 2, right);
-    for (i64 j = 0; j < width; ++j) out[j] += right[j];
+    add_to(out, right);
   }
 };
 
