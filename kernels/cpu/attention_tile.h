@@ -205,7 +205,8 @@ class Arena {
   ~Arena() { std::free(memory_); }
   // Room for n floats, or null.
   float* reserve(i64 n) {
-    if (n > size_) {
+    if (n > size_ || !memory_) {
+      n = most(n, 1);
       std::free(memory_);
       memory_ = static_cast<float*>(std::aligned_alloc(64, size_t(round_up(n * i64(sizeof(float)), 64))));
       size_ = memory_ ? n : 0;
@@ -218,13 +219,17 @@ class Arena {
   i64 size_ = 0;
 };
 
+inline Arena& thread_arena() {
+  static thread_local Arena arena;
+  return arena;
+}
+
 // f(task, scratch) for every task, with `floats` of scratch a thread; the order of tasks is free.
 template <class F>
 inline int for_tasks(i64 tasks, i64 floats, bool tiny, F f) {
-  static thread_local Arena arena;
   if (tiny || tasks < 2 || omp_get_max_threads() == 1) {
     FloatEnv env;
-    float* scratch = arena.reserve(floats);
+    float* scratch = thread_arena().reserve(floats);
     if (!scratch) return TPI_NO_MEMORY;
     for (i64 task = 0; task < tasks; ++task) f(task, scratch);
     return TPI_OK;
@@ -233,7 +238,7 @@ inline int for_tasks(i64 tasks, i64 floats, bool tiny, F f) {
 #pragma omp parallel
   {
     FloatEnv env;
-    float* scratch = arena.reserve(floats);
+    float* scratch = thread_arena().reserve(floats);
     if (!scratch) {
 #pragma omp atomic write
       status = TPI_NO_MEMORY;
