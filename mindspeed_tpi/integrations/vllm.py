@@ -7,7 +7,7 @@ import importlib
 import mindspeed_tpi
 from mindspeed_tpi import envs
 from mindspeed_tpi.errors import PatchError
-from mindspeed_tpi.patching import Status
+from mindspeed_tpi.patches.vllm._status import statuses
 
 
 def register() -> None:
@@ -22,12 +22,8 @@ def register() -> None:
     if not envs.MODE.is_set or envs.MODE.get() == "0":
         return
     mindspeed_tpi.enable("vllm")
-    for module in sorted({s.patch.module for s in _status()}):
+    for module in sorted({status.patch.module for status in statuses()}):
         importlib.import_module(module)
-    refused = [s.why for s in _status() if s.state != "applied"]
+    refused = [status.why for status in statuses() if status.state != "applied"]
     if refused:
         raise PatchError("; ".join(refused))
-
-
-def _status() -> list[Status]:
-    return [s for s in mindspeed_tpi.patch_status() if s.patch.target.startswith("vllm.")]

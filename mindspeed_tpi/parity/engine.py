@@ -109,16 +109,18 @@ class Engine:
     def _start(self) -> None:
         import vllm
 
+        from mindspeed_tpi.integrations.vllm import register
         from mindspeed_tpi.patches.vllm import _limits
+        from mindspeed_tpi.patches.vllm._status import in_force
 
         request, options = self.request, self.request.engine
-        if request.stock:
-            extra: dict[str, Any] = {"worker_cls": _limits.OBSERVED_WORKER}
-        else:
-            from mindspeed_tpi.integrations.vllm import register
-
+        extra: dict[str, Any] = {}
+        if not request.stock:
             register()
-            extra = {}
+        elif in_force():
+            raise InputError("this process's vLLM is patched already; make the stock run in a process of its own")
+        else:
+            extra["worker_cls"] = _limits.OBSERVED_WORKER
         started = time.perf_counter()
         self._llm = vllm.LLM(
             model=request.model,
@@ -226,7 +228,9 @@ class Engine:
         Raises:
             ParityError: the prefix cache could not be reset (requests are running).
         """
-        folder = "/dev/shm" if os.path.isdir("/dev/shm") else None  # shared memory reaches every worker without a copy over pipes
+        folder = (
+            "/dev/shm" if os.path.isdir("/dev/shm") else None
+        )  # shared memory reaches every worker without a copy over pipes
         with tempfile.TemporaryDirectory(prefix="mindspeed-tpi-", dir=folder) as directory:
             path = os.path.join(directory, "weights.safetensors")
             save_file({name: tensor.detach().contiguous() for name, tensor in tensors}, path)

@@ -34,7 +34,9 @@ class _Table(dict[str, Any]):
 def _op_registry_oot(original: dict[str, Any]) -> dict[str, Any]:
     taken = sorted(set(original) & set(CLASS_MAKERS))
     if taken:
-        raise PatchError(f"{', '.join(taken)}: another plugin has registered a class for it; load one of the two plugins")
+        raise PatchError(
+            f"{', '.join(taken)}: another plugin has registered a class for it; load one of the two plugins"
+        )
     return _Table({**original, **CLASS_MAKERS})
 
 

@@ -8,19 +8,14 @@ from collections import Counter
 from functools import cache
 from typing import Any
 
-from mindspeed_tpi import envs, ops, patch_status
+from mindspeed_tpi import envs, ops
 from mindspeed_tpi.errors import InputError, ParityError
 from mindspeed_tpi.patches.vllm._coverage import uncovered
 from mindspeed_tpi.patches.vllm._limits import bound_contract
+from mindspeed_tpi.patches.vllm._status import in_force
 from mindspeed_tpi.patches.vllm.platforms.cpu import KEY
 
 logger = logging.getLogger("mindspeed_tpi")
-
-
-def plugin_loaded() -> bool:
-    """Whether every patch of vLLM is in force in this process."""
-    states = {s.patch.target: s.state for s in patch_status() if s.patch.target.startswith("vllm.")}
-    return bool(states) and set(states.values()) == {"applied"}
 
 
 class _Counters:
@@ -99,7 +94,7 @@ def contract_worker_class() -> type[Any]:
 
     class ContractWorker(observed_worker_class()):  # type: ignore[misc]
         def load_model(self, *, load_dummy_weights: bool = False) -> None:
-            if not plugin_loaded():
+            if not in_force():
                 raise ParityError(
                     f"{self._tpi_name}: field plugin is False: it did not load mindspeed_tpi's vLLM plugin and would run vLLM's "
                     f"own numerics. Check MINDSPEED_TPI={os.environ.get('MINDSPEED_TPI')!r}, "
@@ -117,7 +112,7 @@ def contract_worker_class() -> type[Any]:
             return {
                 "rank": self.rank,
                 "pid": os.getpid(),
-                "plugin": plugin_loaded(),
+                "plugin": in_force(),
                 "mode": envs.MODE.get(),
                 "backend": ops.backends.active().name,
                 "backend_details": ops.backends.active().describe(),
@@ -128,7 +123,9 @@ def contract_worker_class() -> type[Any]:
         def _tpi_verify(self) -> None:
             report = self.tpi_report()
             wanted = self.vllm_config.additional_config[KEY]
-            differing = [f"{k} is {report[k]!r}, the parent process has {v!r}" for k, v in wanted.items() if report[k] != v]
+            differing = [
+                f"{k} is {report[k]!r}, the parent process has {v!r}" for k, v in wanted.items() if report[k] != v
+            ]
             if differing:
                 raise ParityError(
                     f"{self._tpi_name}: field {'; field '.join(differing)}. "
@@ -137,7 +134,9 @@ def contract_worker_class() -> type[Any]:
             if report["uncovered"]:
                 message = f"{self._tpi_name}: outside the numerics contract: {', '.join(report['uncovered'])}"
                 if envs.strict():
-                    raise ParityError(f"{message}. Use a covered model, or MINDSPEED_TPI=1 to run these as vLLM wrote them.")
+                    raise ParityError(
+                        f"{message}. Use a covered model, or MINDSPEED_TPI=1 to run these as vLLM wrote them."
+                    )
                 logger.warning("%s; they run as vLLM wrote them", message)
 
     return ContractWorker

@@ -48,9 +48,7 @@ def attention_backend_class() -> type[Any]:
             for what, found in refused.items():
                 if found:
                     raise ParityError(f"{what} is outside the numerics contract; run with MINDSPEED_TPI=0")
-            super().__init__(
-                num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype
-            )
+            super().__init__(num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype)
             self.window = sliding_window or 0
 
         def do_kv_cache_update(

@@ -15,7 +15,9 @@ def _overrides(original: dict[Any, str]) -> dict[Any, str]:
 
     backend = AttentionBackendEnum.CPU_ATTN
     if backend in original:
-        raise PatchError(f"{original[backend]} overrides the CPU attention backend already; load one of the two plugins")
+        raise PatchError(
+            f"{original[backend]} overrides the CPU attention backend already; load one of the two plugins"
+        )
     return {**original, backend: cpu_attn.PATH}
 
 

@@ -1,0 +1,175 @@
+"""The real engine: handshake, weight update, counters, and independence of everything that must not matter."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mindspeed_tpi.errors import InputError, LayoutError, ParityError
+from mindspeed_tpi.parity.engine import Engine, checkpoint
+from mindspeed_tpi.parity.request import EngineOptions, Request
+from mindspeed_tpi.patches.vllm.model_executor import custom_op
+from mindspeed_tpi.patches.vllm.platforms import cpu
+from mindspeed_tpi.patches.vllm.v1.worker import cpu_worker
+from tests.models import random_prompts, write_model
+
+SIZES = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 128, "vocab": 120}
+SMALL = EngineOptions(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=192)
+
+
+def same(a, b):
+    return torch.equal(a.token_ids, b.token_ids) and torch.equal(a.logprobs.view(torch.int32), b.logprobs.view(torch.int32))
+
+
+def generated(rollout):
+    return rollout.logprobs[rollout.generated].view(torch.int32)
+
+
+@pytest.fixture(scope="module")
+def request_(tmp_path_factory):
+    path = write_model(tmp_path_factory.mktemp("model"), "llama", **SIZES, max_positions=256)
+    prompts = random_prompts([5, 40, 70, 33, 70], vocab=120, shared=40)
+    return Request(model=str(path), prompts=prompts, max_new_tokens=6, engine=SMALL)
+
+
+@pytest.fixture(scope="module")
+def first(request_, tmp_path_factory):
+    """One engine, several scenarios: its rollout, the same again from a warm cache, its own prefill of it, updates."""
+    other = write_model(tmp_path_factory.mktemp("other"), "llama", **SIZES, max_positions=256, seed=1)
+    results = {"other": str(other)}
+    with Engine(request_) as engine:
+        results["workers"] = engine.workers
+        results["rollout"] = engine.generate()
+        results["again"] = engine.generate()
+        full = [s.tolist() for s in results["rollout"].sequences]
+        results["prefill"] = engine.generate(full, 1, prompt_logprobs=True)
+        with pytest.raises(InputError, match="outside the vocabulary of 120"):
+            engine.generate([[120]])
+        with pytest.raises(InputError, match="max_model_len=192"):
+            engine.generate([[3] * 190], 6)
+        with pytest.raises(InputError, match="raw logprobs"):
+            engine.generate(temperature=0.7)
+        with pytest.raises(InputError, match=r"lacks .*lm_head"):
+            engine.update_weights((n, t) for n, t in checkpoint(str(other)) if n != "lm_head.weight")
+        assert engine.update_weights(checkpoint(str(other))) == 1
+        results["updated"] = engine.generate()
+        assert engine.update_weights(checkpoint(request_.model)) == 2
+        results["back"] = engine.generate()
+    return results
+
+
+def test_report(first):
+    (worker,) = first["workers"]
+    assert worker["plugin"] and worker["mode"] == "strict" and worker["uncovered"] == []
+    meta = first["rollout"].meta
+    assert meta["fingerprint"] == worker["fingerprint"]
+    assert meta["contract"]["rope_table"]
+    assert meta["op_calls"]["linear"] == meta["counters"]["steps"] * (2 * 4 + 1)
+
+
+def test_counters_come_from_the_scheduler(first):
+    assert first["rollout"].meta["counters"]["prompts_chunked"] >= 2
+    assert first["again"].meta["counters"]["prefix_cache_hits"] >= 64
+
+
+def test_decode_is_its_own_prefill(first):
+    assert same(first["rollout"], first["again"])
+    rollout, prefill = first["rollout"], first["prefill"]
+    starts = zip(rollout.offsets[:-1], prefill.offsets[:-1], rollout.offsets.diff(), strict=True)
+    whole = torch.cat([prefill.logprobs[b : b + n] for _, b, n in starts])
+    assert torch.equal(whole[rollout.generated].view(torch.int32), generated(rollout))
+
+
+def test_weight_update_is_in_place_and_forgets_the_cache(first, request_):
+    with Engine(replace(request_, model=first["other"])) as engine:
+        assert same(engine.generate(), first["updated"])
+    assert not same(first["updated"], first["rollout"])
+    assert same(first["back"], first["rollout"])
+    assert first["back"].meta["counters"]["prefix_cache_hits"] == first["rollout"].meta["counters"]["prefix_cache_hits"]
+    assert first["updated"].weight_versions.unique().tolist() == [1]
+    assert first["back"].weight_versions.unique().tolist() == [2]
+
+
+def test_compiled(first, request_):
+    with Engine(replace(request_, engine=replace(SMALL, enforce_eager=False))) as engine:
+        assert same(engine.generate(), first["rollout"])
+
+
+def test_spawned_with_preemptions(first, request_):
+    options = replace(SMALL, spawn=True, max_num_seqs=5, max_num_batched_tokens=64, kv_cache_blocks=8)
+    with Engine(replace(request_, engine=options)) as engine:
+        long = engine.generate(max_new_tokens=40)
+        assert long.meta["counters"]["preemptions"] > 0
+        assert long.meta["op_calls"]["linear"] > 0
+        engine.update_weights(checkpoint(first["other"]))
+        updated = engine.generate()
+    assert same(updated, replace(first["updated"], meta={}))
+    lengths = zip(first["rollout"].offsets[:-1], long.offsets[:-1], first["rollout"].offsets.diff(), strict=True)
+    start = torch.cat([long.logprobs[b : b + n] for _, b, n in lengths])
+    assert torch.equal(start[first["rollout"].generated].view(torch.int32), generated(first["rollout"]))
+
+
+def own_engine(request_):
+    """A user's own `LLM(...)`, not built by our driver."""
+    import vllm
+
+    return vllm.LLM(
+        model=request_.model, max_model_len=64, skip_tokenizer_init=True, enforce_eager=True, block_size=32
+    )
+
+
+@pytest.fixture
+def own(request_, monkeypatch):
+    """Builds an engine of a user's own, with the plugin loaded, and stops it afterwards."""
+    from mindspeed_tpi.integrations.vllm import register
+
+    for name, value in {"MINDSPEED_TPI": "strict", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR",
+                        "VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    register()
+    yield lambda: own_engine(request_).llm_engine.engine_core.shutdown()
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.envs import disable_envs_cache
+
+    cleanup_dist_env_and_memory()
+    disable_envs_cache()
+
+
+def test_worker_without_the_plugin_is_refused(own, monkeypatch):
+    monkeypatch.setattr(cpu_worker, "in_force", lambda: False)
+    with pytest.raises(ParityError, match=r"worker rank 0 \(process \d+\): field plugin is False"):
+        own()
+
+
+@pytest.mark.parametrize("field", ["fingerprint", "backend", "mode"])
+def test_worker_that_differs_is_refused(own, monkeypatch, field):
+    expected = cpu.expected
+    monkeypatch.setattr(cpu, "expected", lambda hf: expected(hf) | {field: "other"})
+    with pytest.raises(ParityError, match=rf"worker rank 0 \(process \d+\): field {field} is '.*', the parent .* 'other'"):
+        own()
+
+
+def test_uncovered_module(own, monkeypatch, caplog):
+    monkeypatch.delitem(custom_op.CLASS_MAKERS, "SiluAndMul")
+    with pytest.raises(ParityError, match=r"worker rank 0 .*model\.layers\.0\.mlp\.act_fn \(SiluAndMul\)"):
+        own()
+    monkeypatch.setenv("MINDSPEED_TPI", "1")
+    with caplog.at_level(logging.WARNING, "mindspeed_tpi"):
+        own()
+    (warning,) = [r for r in caplog.records if "outside the numerics contract" in r.getMessage()]
+    assert "model.layers.1.mlp.act_fn (SiluAndMul)" in warning.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("layout", "error"), [("cp=2", LayoutError), ("tp=2", LayoutError), ("tp", InputError), ("pp=1", LayoutError)]
+)
+def test_layouts_the_engine_cannot_have(request_, layout, error):
+    with pytest.raises(error, match=layout.split("=")[0]):
+        Engine(replace(request_, rollout=layout))
+
+
+def test_stock_needs_the_flag(request_, monkeypatch):
+    monkeypatch.setenv("MINDSPEED_TPI", "strict")
+    with pytest.raises(InputError, match="MINDSPEED_TPI=0"):
+        Engine(replace(request_, stock=True))

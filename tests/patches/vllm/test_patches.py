@@ -1,0 +1,200 @@
+"""Undo, refusals and single replacements, without an engine."""
+
+import copy
+import importlib
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import mindspeed_tpi
+from mindspeed_tpi import ops
+from mindspeed_tpi.errors import ParityError
+from mindspeed_tpi.integrations import vllm as plugin
+from mindspeed_tpi.ops import RopeConfig
+from mindspeed_tpi.patches.vllm import PATCHES, _limits
+from mindspeed_tpi.patches.vllm._status import in_force
+from mindspeed_tpi.patches.vllm.v1.attention.backends.cpu_attn import attention_backend_class
+from mindspeed_tpi.patches.vllm.v1.sample.sampler import compute_logprobs
+from mindspeed_tpi.patching import resolve
+from tests.models import write_model
+
+
+@pytest.fixture
+def unpatched():
+    """This process without any patch; afterwards those that were enabled are enabled again."""
+    before = list(mindspeed_tpi._registries)
+    mindspeed_tpi.disable()
+    yield
+    mindspeed_tpi.disable()
+    if before:
+        mindspeed_tpi.enable(*before)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    """A real VllmConfig that the contract covers."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    path = write_model(tmp_path_factory.mktemp("model"), "llama", layers=1, hidden=64, heads=2, head_dim=32, ffn=64)
+    return EngineArgs(model=str(path), skip_tokenizer_init=True, max_model_len=256).create_engine_config()
+
+
+def stored():
+    for module in {p.module for p in PATCHES}:
+        importlib.import_module(module)
+    return {p.target: resolve.stored(*resolve.holder(p.target)) for p in PATCHES}
+
+
+def test_undo(unpatched, monkeypatch):
+    originals = stored()
+    monkeypatch.setenv("MINDSPEED_TPI", "strict")
+    for _ in range(2):
+        plugin.register()
+        plugin.register()
+        assert in_force()
+        assert all(now is not originals[target] for target, now in stored().items())
+        mindspeed_tpi.disable()
+        assert not in_force()
+        assert all(now is originals[target] for target, now in stored().items())
+
+
+@pytest.mark.parametrize("mode", [None, "0"])
+def test_off(unpatched, monkeypatch, mode):
+    originals = stored()
+    monkeypatch.delenv("MINDSPEED_TPI", raising=False)
+    if mode:
+        monkeypatch.setenv("MINDSPEED_TPI", mode)
+    plugin.register()
+    assert all(now is originals[target] for target, now in stored().items())
+
+
+def test_patches_import_no_upstream():
+    code = "import sys, mindspeed_tpi.patches.vllm, mindspeed_tpi.integrations.vllm; sys.exit('vllm' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], env={**os.environ, "MINDSPEED_TPI": "0"}).returncode == 0
+
+
+def test_covered(config):
+    _limits.check(config)
+
+
+@pytest.mark.parametrize(
+    ("owner", "changes", "named"),
+    [
+        ("model_config", {"quantization": "fp8"}, "quantised weights (fp8)"),
+        ("model_config", {"runner_type": "pooling"}, "runner 'pooling'"),
+        ("model_config", {"dtype": torch.float64}, "dtype torch.float64"),
+        ("model_config", {"max_model_len": 1 << 20}, "max_model_len 1048576"),
+        ("cache_config", {"cache_dtype": "fp8"}, "kv_cache_dtype 'fp8'"),
+        ("cache_config", {"block_size": 96}, "block_size 96"),
+        ("parallel_config", {"tensor_parallel_size": 2}, "tensor_parallel_size 2"),
+        ("parallel_config", {"pipeline_parallel_size": 2}, "pipeline_parallel_size 2"),
+        ("parallel_config", {"data_parallel_size": 2}, "data_parallel_size 2"),
+        ("parallel_config", {"decode_context_parallel_size": 2}, "decode_context_parallel_size 2"),
+        ("parallel_config", {"enable_expert_parallel": True}, "expert parallelism"),
+        ("parallel_config", {"worker_cls": "somebody.Worker"}, "worker_cls 'somebody.Worker'"),
+        (None, {"lora_config": object()}, "LoRA"),
+        (None, {"speculative_config": SimpleNamespace()}, "speculative decoding"),
+        (None, {"kv_transfer_config": object()}, "KV-cache transfer"),
+        (None, {"quant_config": object()}, "quantisation config"),
+        ("hf", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ("hf", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0"),
+        ("hf", {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0"),
+        ("hf", {"logit_scale": 0.5}, "logit_scale 0.5"),
+    ],
+)
+def test_refused(config, monkeypatch, owner, changes, named):
+    if "speculative_config" in changes or "model_config" == owner:
+        monkeypatch.setattr(type(config), "use_v2_model_runner", False)
+    holder = {None: config, "hf": config.model_config.hf_text_config}.get(owner) or getattr(config, owner)
+    for name, value in changes.items():
+        monkeypatch.setattr(holder, name, value, raising=False)
+    with pytest.raises(ParityError) as error:
+        _limits.check(config)
+    assert named in str(error.value)
+    assert "MINDSPEED_TPI=0" in str(error.value)
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Gemma3ForCausalLM"])
+def test_other_families_are_refused(config, architecture):
+    model = copy.copy(config.model_config)
+    other = SimpleNamespace(**{**vars(config), "model_config": SimpleNamespace(
+        **{name: getattr(model, name) for name in (
+            "hf_text_config", "runner_type", "dtype", "head_dtype", "quantization", "use_mla", "max_model_len"
+        )},
+        architecture=architecture,
+    ), "use_v2_model_runner": False})
+    with pytest.raises(ParityError, match=f"architecture {architecture}; covered: LlamaForCausalLM"):
+        _limits.check(other)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"alibi_slopes": [1.0, 0.5]}, "ALiBi"),
+        ({"logits_soft_cap": 30.0}, "softcap"),
+        ({"attn_type": "encoder_only"}, "encoder_only"),
+        ({"kv_sharing_target_layer_name": "layers.0"}, "KV-cache sharing"),
+        ({"sinks": torch.zeros(2)}, "sinks"),
+        ({"head_size": 260}, "head_dim 260"),
+    ],
+)
+def test_attention_refuses(changes, named):
+    arguments = {
+        "num_heads": 2, "head_size": 32, "scale": 1.0, "num_kv_heads": 1, "alibi_slopes": None,
+        "sliding_window": None, "kv_cache_dtype": "auto",
+    }  # fmt: skip
+    with pytest.raises(ParityError, match=named):
+        attention_backend_class().get_impl_cls()(**arguments | changes)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default"},
+        {"rope_type": "linear", "factor": 4.0},
+        {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    ],
+    ids=lambda rope: rope["rope_type"],
+)  # fmt: skip
+def test_rotary_tables_are_those_of_the_contract(config, monkeypatch, rope):
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT, get_rope
+
+    monkeypatch.setenv("MINDSPEED_TPI", "strict")
+    plugin.register()
+    parameters = {**rope, "rope_theta": 1e6}
+    hf = config.model_config.hf_text_config
+    monkeypatch.setattr(hf, "rope_parameters", parameters)
+    _ROPE_DICT.clear()
+    with set_current_vllm_config(config):
+        layer = get_rope(32, hf.max_position_embeddings, rope_parameters=parameters, dtype=torch.bfloat16)
+        with pytest.raises(ParityError, match="interleaved"):
+            get_rope(32, 64, is_neox_style=False, rope_parameters=parameters, dtype=torch.bfloat16)
+        with pytest.raises(ParityError, match="theta"):
+            get_rope(32, 64, rope_parameters={**parameters, "rope_theta": 1e4}, dtype=torch.bfloat16)
+    _ROPE_DICT.clear()
+    expected = RopeConfig.from_hf(hf.to_dict())
+    assert expected.scaling == rope["rope_type"]
+    for table, wanted in zip((layer.cos, layer.sin), ops.rope_tables(expected), strict=True):
+        assert table.dtype == torch.float32
+        assert torch.equal(table, wanted)
+    assert layer.cos_sin_cache.numel() == 0
+
+
+@pytest.mark.parametrize("scale", [0.01, 3.0, 60.0])
+def test_every_column_has_the_bits_of_token_logprob(scale):
+    logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(0)) * scale
+    logits[1, 100:] = -torch.inf
+    full = compute_logprobs(logits)
+    for token in (0, 7, 99, 150, 299, *logits.argmax(-1).tolist()):
+        chosen = ops.token_logprob(logits, torch.full((3,), token))
+        assert torch.equal(full[:, token].contiguous().view(torch.int32), chosen.view(torch.int32))
