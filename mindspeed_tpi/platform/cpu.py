@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_tpi.patching import Patch
+from mindspeed_tpi.patching import Patch, Registry, Status
 
 UNTIL = "Megatron-core asks torch.accelerator for its device"
 MEGATRON = "megatron-core>=0.12,<0.17"
@@ -165,3 +165,20 @@ PATCHES: tuple[Patch, ...] = (
         applies=_te_general_gemm_defined,
     ),
 )
+
+_registry = Registry(PATCHES)
+
+
+def enable() -> None:
+    """Apply the shim in this process, where there is no accelerator. Enabling again is a no-op."""
+    _registry.apply()
+
+
+def disable() -> None:
+    """Undo the shim: every target is its original again."""
+    _registry.revert()
+
+
+def status() -> list[Status]:
+    """State of every patch of the shim."""
+    return _registry.status()
