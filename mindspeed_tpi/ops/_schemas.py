@@ -98,6 +98,11 @@ def grouped_linear_dx(
     return dy.new_empty((dy.shape[0], weight.shape[2]), dtype=out_dtype or dy.dtype)
 
 
+@_define("tree_sum(Tensor parts, Tensor? bias, ScalarType out_dtype) -> Tensor")
+def tree_sum(parts: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    return parts.new_empty(parts.shape[1:], dtype=out_dtype)
+
+
 @_define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor seqs, int stride, float scale, int window, int segment_blocks) "
     "-> (Tensor out, Tensor m, Tensor l)"

@@ -171,7 +171,7 @@ class _Tree:
     def add(self, node: Tensor) -> None:
         depth = 0
         while self._nodes and self._nodes[-1][0] == depth:
-            node = self._nodes.pop()[1] + node
+            node = schemas.tree_sum(torch.stack((self._nodes.pop()[1], node)), None, torch.float32)
             depth += 1
         self._nodes.append((depth, node))
 

@@ -27,6 +27,7 @@ _SIGNATURES = {
     "linear_db": "ipqpqqppqq",
     "grouped_linear": "iipqpqqpqpqqqqq",
     "grouped_linear_dx": "iipqpqqpqpqqqqq",
+    "tree_sum": "iipqppqq",
     "attention": "ipqqpqqpqqpqqppqpqqqqqfqq",
     "attention_backward": "ipqqpqqpqqpqqpqqppqpqqppqqipqqqqqfqq",
     "paged_attention": "ipqqpqqqpqppqpqqqqqfqq",
@@ -341,6 +342,25 @@ def grouped_linear_dx(
     )  # fmt: skip
     _check("grouped_linear_dx", status)
     return dx
+
+
+def tree_sum(parts: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    _f32("tree_sum", parts=parts)
+    count = parts.shape[0]
+    if count < 1 or count & (count - 1):
+        raise _refuse("tree_sum", f"{count} parts", "a power of two")
+    if bias is not None and (bias.dim() != 1 or bias.shape[0] != parts.shape[-1]):
+        raise _refuse("tree_sum", f"bias {tuple(bias.shape)} for parts {tuple(parts.shape)}", f"bias [{parts.shape[-1]}]")
+    parts = parts.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    y = torch.empty(parts.shape[1:], dtype=out_dtype)
+    columns = parts.shape[-1] if parts.dim() > 1 else 1
+    status = _lib.tpi_tree_sum(
+        _out_code("tree_sum", out_dtype), 0 if bias is None else _code("tree_sum", bias), parts.data_ptr(), count,
+        _pointer(bias), y.data_ptr(), y.numel() // max(columns, 1), columns,
+    )  # fmt: skip
+    _check("tree_sum", status)
+    return y
 
 
 # ---- attention ----

@@ -324,6 +324,14 @@ def linear_dx(dy: Tensor, weight: Tensor, leaf: int, leaves: int, out_dtype: tor
     return narrow(_matmul(widen(dy), widen(weight).T, leaf, leaves), out_dtype or dy.dtype)
 
 
+def tree_sum(parts: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """Tree over subtree roots parts [R, *], then the bias, then one rounding."""
+    count = parts.shape[0]
+    _require(count > 0 and count & (count - 1) == 0, f"tree_sum over {count} parts; their number must be a power of two")
+    root = tree(widen(parts))
+    return narrow(root if bias is None else add(root, widen(bias)), out_dtype)
+
+
 def _rows(tokens: int, batch: int, row_offsets: Tensor | None) -> list[Ints]:
     """Token indices of each row, in order."""
     if row_offsets is None:
@@ -352,6 +360,8 @@ def _span_cut(tokens: Ints, spans: int) -> tuple[Ints, Bools]:
 def _add_rows(grad: Tensor, rows: list[F]) -> None:
     """grad = grad + row, rows ascending."""
     _require(grad.dtype == torch.float32, f"a gradient accumulates in float32, not {grad.dtype}")
+    if not rows:
+        return
     total = widen(grad)
     for row in rows:
         total = add(total, row)

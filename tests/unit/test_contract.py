@@ -1,0 +1,100 @@
+"""The contract: cuts, canonical form, fingerprint, overrides, refusals."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mindspeed_tpi import contract
+from mindspeed_tpi.contract import Leaves, NumericsContract
+from mindspeed_tpi.errors import ContractError, LayoutError
+
+
+@given(st.integers(1, 200_000))
+def test_leaves_cover_the_reduction_exactly(length: int) -> None:
+    cut = NumericsContract().leaves(length)
+    assert cut.size * cut.count == length and cut.count & (cut.count - 1) == 0
+    if length % (2 * cut.count) == 0:  # not limited by the factors of two: as short and as many as asked
+        assert cut.size <= 128 and cut.count >= 8
+        assert cut.count == 8 or cut.size * 2 > 128
+
+
+@pytest.mark.parametrize(
+    ("length", "size", "count"),
+    [(2048, 128, 16), (768, 96, 8), (29_568, 231, 128), (500, 125, 4), (576, 72, 8), (7, 7, 1)],
+)
+def test_leaves_of_known_sizes(length: int, size: int, count: int) -> None:
+    assert NumericsContract().leaves(length) == Leaves(size, count)
+
+
+@given(st.integers(1, 300_000))
+def test_vocabulary_leaves(vocab: int) -> None:
+    c = NumericsContract()
+    cut = c.vocab_leaves(vocab)
+    assert cut.size * cut.count >= vocab and cut.count >= c.max_tp
+    assert c.padded_vocab(vocab) == cut.size * cut.count
+    if vocab >= c.vocab_align_from:
+        assert cut.size % c.vocab_align == 0
+
+
+def test_vocabulary_leaves_of_the_reference_model() -> None:
+    assert NumericsContract().vocab_leaves(151_936) == Leaves(1200, 128)
+
+
+def test_a_shard_is_a_subtree_or_refused() -> None:
+    assert Leaves(125, 4).shard(2) == Leaves(125, 2)
+    for ranks in (3, 8):
+        with pytest.raises(LayoutError, match="sizes that work: 1, 2, 4"):
+            Leaves(125, 4).shard(ranks)
+
+
+def test_json_round_trip_and_fingerprint() -> None:
+    c = NumericsContract(leaf=256, rope_table="ab")
+    assert NumericsContract.from_json(c.to_json()) == c
+    assert list(json.loads(c.to_json())) == sorted(json.loads(c.to_json()))
+    assert c.fingerprint != NumericsContract().fingerprint
+    assert c.fingerprint == replace(NumericsContract(), leaf=256, rope_table="ab").fingerprint
+
+
+def test_the_published_fingerprint_changes_only_with_the_numerics() -> None:
+    """A change here is a change of bits for users: bump the version and say so in CHANGELOG under Numerics."""
+    assert NumericsContract().fingerprint == "bf770d00f91bf2217823e902dd25692ca707f51dfad84ccd68e85ec7ca7d63fb"
+
+
+def test_mismatch_names_fields_and_values() -> None:
+    with pytest.raises(ContractError, match=r"leaf \(here 128, there 256\).*MINDSPEED_TPI_CONTRACT"):
+        NumericsContract().check_same(NumericsContract(leaf=256), "rollout x")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"nope": 1}, "unknown contract field nope"),
+        ({"lanes": 48}, "lanes=48 must be a power of two"),
+        ({"leaf": 0}, "leaf=0 must be a positive integer"),
+        ({"p_dtype": "int8"}, "p_dtype='int8' is not one of float32, input"),
+        ({"version": 9}, "version 9 is not known"),
+    ],
+)
+def test_malformed_contracts_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ContractError, match=message):
+        NumericsContract().overridden(changes)
+
+
+def test_environment_overrides(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    monkeypatch.setattr(contract, "_current", None)
+    monkeypatch.setenv("MINDSPEED_TPI_CONTRACT", '{"leaf": 64}')
+    assert contract.current().leaf == 64
+    path = tmp_path / "contract.json"
+    path.write_text('{"leaf": 32}')
+    monkeypatch.setattr(contract, "_current", None)
+    monkeypatch.setenv("MINDSPEED_TPI_CONTRACT", str(path))
+    assert contract.current().leaf == 32
+    monkeypatch.setattr(contract, "_current", None)
+    monkeypatch.setenv("MINDSPEED_TPI_CONTRACT", "no-such-file")
+    with pytest.raises(ContractError, match="neither JSON nor a file"):
+        contract.current()
