@@ -328,7 +328,7 @@ def tree_sum(parts: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tens
     """Tree over subtree roots parts [R, *], then the bias, then one rounding."""
     count = parts.shape[0]
     _require(count > 0 and count & (count - 1) == 0, f"tree_sum over {count} parts; their number must be a power of two")
-    root = tree(widen(parts))
+    root = tree(np.moveaxis(widen(parts), 0, -1))
     return narrow(root if bias is None else add(root, widen(bias)), out_dtype)
 
 
