@@ -1001,7 +1001,7 @@ def moe_route(
         values = div(_ONE, add(_ONE, exp32(-z)))
         keys = values if expert_bias is None else add(values, widen(expert_bias))
     if groups > 1:
-        grouped = keys.reshape(tokens, groups, -1)
+        grouped = keys.reshape(tokens, groups, experts // groups)
         two = np.take_along_axis(grouped, _largest(grouped, 2), -1)
         chosen = _largest(add(two[..., 0], two[..., 1]), topk_groups)
         allowed = np.zeros((tokens, groups), dtype=bool)
