@@ -1,0 +1,79 @@
+"""The dense families written out with the contract's operators and nothing else: a third witness beside the two engines.
+
+    logprobs = PlainModel.load("model-dir").logprobs(token_ids)        # one sequence
+
+One sequence at a time, no framework, gradients by autograd into f32 `main_grad`s.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from mindspeed_tpi import contract, ops
+from mindspeed_tpi.profiles import Profile
+
+
+class PlainModel:
+    """A decoder of `profile` with Hugging Face tensors `weights`, cast to `dtype`."""
+
+    def __init__(self, profile: Profile, weights: dict[str, Tensor], dtype: torch.dtype) -> None:
+        self.profile = profile
+        self.weights = {name: tensor.to(dtype).requires_grad_() for name, tensor in weights.items()}
+        for tensor in self.weights.values():
+            tensor.main_grad = torch.zeros_like(tensor, dtype=torch.float32)  # type: ignore[attr-defined]
+        self.cos, self.sin = ops.rope_tables(profile.rope)
+
+    @classmethod
+    def load(cls, directory: str | Path, dtype: torch.dtype = torch.bfloat16) -> PlainModel:
+        return cls(Profile.load(directory), load_file(str(Path(directory) / "model.safetensors")), dtype)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """f32 [T, V] for int64 [T]."""
+        head = self.weights["model.embed_tokens.weight" if self.profile.tied else "lm_head.weight"]
+        vocab = contract.current().vocab_leaves(self.profile.vocab)
+        return ops.linear(self.hidden(tokens), head, dx_leaves=vocab, out_dtype=torch.float32)
+
+    def logprobs(self, tokens: Tensor, temperature: float = 1.0) -> Tensor:
+        """f32 [T - 1]: of tokens 1, 2, … given those before."""
+        scale = None if temperature == 1 else torch.tensor([temperature])
+        return ops.token_logprob(self.logits(tokens)[:-1], tokens[1:], scale)
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """[T, hidden] after the final norm."""
+        x = ops.embedding(self.weights["model.embed_tokens.weight"], tokens)
+        for layer in range(self.profile.layers):
+            x = x + self.attention(layer, self.norm(x, f"model.layers.{layer}.input_layernorm"))
+            x = x + self.mlp(layer, self.norm(x, f"model.layers.{layer}.post_attention_layernorm"))
+        return self.norm(x, "model.norm")
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return ops.rms_norm(x, self.weights[f"{name}.weight"], self.profile.eps, per_head=x.dim() == 3)
+
+    def attention(self, layer: int, x: Tensor) -> Tensor:
+        """Q, K and V are one matrix product, rows grouped by KV head as [q … | k | v]: the gradient of x is one reduction."""
+        p, prefix = self.profile, f"model.layers.{layer}.self_attn."
+        heads = (p.heads // p.kv_heads, 1, 1)
+
+        def grouped(kind: str) -> Tensor:
+            parts = [self.weights[f"{prefix}{n}_proj.{kind}"].unflatten(0, (p.kv_heads, -1)) for n in "qkv"]
+            merged = torch.cat(parts, dim=1).flatten(0, 1)
+            return merged
+
+        qkv = ops.linear(x, grouped("weight"), grouped("bias") if p.qkv_bias else None)
+        qkv = qkv.unflatten(1, (p.kv_heads, sum(heads), p.head_dim))
+        q, k, v = (part.flatten(1, 2) for part in qkv.split(heads, dim=2))
+        if p.qk_norm:
+            q, k = self.norm(q, prefix + "q_norm"), self.norm(k, prefix + "k_norm")
+        positions = torch.arange(len(x))
+        q, k = ops.rope(q, self.cos, self.sin, positions), ops.rope(k, self.cos, self.sin, positions)
+        out = ops.attention(q, k, v, ops.causal_seqs([len(x)]), scale=p.head_dim**-0.5, window=p.window)
+        return ops.linear(out.flatten(1), self.weights[prefix + "o_proj.weight"])
+
+    def mlp(self, layer: int, x: Tensor) -> Tensor:
+        prefix = f"model.layers.{layer}.mlp."
+        gate_up = torch.cat([self.weights[f"{prefix}{n}_proj.weight"] for n in ("gate", "up")])
+        return ops.linear(ops.swiglu(ops.linear(x, gate_up)), self.weights[prefix + "down_proj.weight"])
