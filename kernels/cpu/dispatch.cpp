@@ -66,24 +66,27 @@ int chosen = widest();
 
 }  // namespace
 
+// The rest of the library is compiled with hidden visibility.
+#define TPI_PUBLIC extern "C" __attribute__((visibility("default")))
+
 #define TPI_OP(name, params, args) \
-  extern "C" int tpi_##name params { return kTables[chosen].name args; }
+  TPI_PUBLIC int tpi_##name params { return kTables[chosen].name args; }
 #include "tpi/ops.def"
 #undef TPI_OP
 
-extern "C" int tpi_kernel_semantics() { return tpi::kKernelSemantics; }
-extern "C" int tpi_kv_block() { return int(tpi::kKvBlock); }
-extern "C" int tpi_lanes() { return int(tpi::kLanes); }
+TPI_PUBLIC int tpi_kernel_semantics() { return tpi::kKernelSemantics; }
+TPI_PUBLIC int tpi_kv_block() { return int(tpi::kKvBlock); }
+TPI_PUBLIC int tpi_lanes() { return int(tpi::kLanes); }
 
 // The i-th instruction set of this build that runs on this CPU, narrowest first; null past the last.
-extern "C" const char* tpi_isa_available(int i) {
+TPI_PUBLIC const char* tpi_isa_available(int i) {
   for (int k = 0; k < kTableCount; ++k)
     if (runs_here(k) && i-- == 0) return kTables[k].name;
   return nullptr;
 }
-extern "C" const char* tpi_isa() { return kTables[chosen].name; }
+TPI_PUBLIC const char* tpi_isa() { return kTables[chosen].name; }
 // 0 if the named instruction set is now in use, 1 if this build or CPU does not have it. Bits do not depend on it.
-extern "C" int tpi_set_isa(const char* name) {
+TPI_PUBLIC int tpi_set_isa(const char* name) {
   for (int k = 0; k < kTableCount; ++k)
     if (runs_here(k) && std::strcmp(kTables[k].name, name) == 0) {
       chosen = k;
