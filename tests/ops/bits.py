@@ -16,9 +16,7 @@ def bits(x: Tensor) -> Tensor:
 def same_bits(actual: Tensor, expected: Tensor) -> bool:
     """Whether dtype, shape and every bit agree."""
     return (
-        actual.dtype == expected.dtype
-        and actual.shape == expected.shape
-        and torch.equal(bits(actual), bits(expected))
+        actual.dtype == expected.dtype and actual.shape == expected.shape and torch.equal(bits(actual), bits(expected))
     )
 
 

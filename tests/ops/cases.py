@@ -244,6 +244,14 @@ def grouped_linear_dx(s: Source) -> Case:
     return Case("grouped_linear_dx", (dy, weight, offsets, *leaf_cut(s, n), out_dtype(s)))
 
 
+def tree_sum(s: Source) -> Case:
+    n = size(s, 40, 200)
+    parts = values(s, (1 << s.integer(0, 4), *leading(s), n), torch.float32)
+    parts = torch.where(parts.abs() < torch.finfo(torch.float32).tiny, 0.0, parts)  # as every operator returns them
+    bias = s.choice((None, values(s, (n,), s.choice(DTYPES))))
+    return Case("tree_sum", (parts, bias, s.choice(DTYPES)))
+
+
 # ---- attention ----
 
 
@@ -358,7 +366,9 @@ def paged_attention(s: Source) -> Case:
         for j in range(0, keys, page):
             part = content[j : j + page].transpose(0, 1)
             block = flat[int(table[r, j // page])]
-            block[:, : h.dim * page].view(h.keys, h.dim, page)[..., : part.shape[1]] = part[..., : h.dim].transpose(1, 2)
+            block[:, : h.dim * page].view(h.keys, h.dim, page)[..., : part.shape[1]] = part[..., : h.dim].transpose(
+                1, 2
+            )
             block[:, h.dim * page :].view(h.keys, page, h.dim)[:, : part.shape[1]] = part[..., h.dim :]
     if s.choice((True, False)):
         cache = cache.transpose(0, 1).contiguous().transpose(0, 1)
@@ -551,7 +561,7 @@ def log(s: Source) -> Case:
 BUILDERS: dict[str, Callable[[Source], Case]] = {
     f.__name__: f
     for f in (
-        linear, linear_dx, linear_dw, linear_db, grouped_linear, grouped_linear_dx, attention, attention_backward,
+        linear, linear_dx, linear_dw, linear_db, grouped_linear, grouped_linear_dx, tree_sum, attention, attention_backward,
         paged_cache_write, paged_attention, rms_norm, add_rms_norm, rms_norm_backward, rms_norm_dw, rope, swiglu,
         swiglu_backward, embedding, embedding_dw, vocab_max, vocab_sums, vocab_logprob, vocab_logprob_backward,
         token_logprob, moe_route, moe_combine, exp, log,

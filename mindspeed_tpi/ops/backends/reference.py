@@ -324,10 +324,13 @@ def linear_dx(dy: Tensor, weight: Tensor, leaf: int, leaves: int, out_dtype: tor
     return narrow(_matmul(widen(dy), widen(weight).T, leaf, leaves), out_dtype or dy.dtype)
 
 
+@np.errstate(all="ignore")
 def tree_sum(parts: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """Tree over subtree roots parts [R, *], then the bias, then one rounding."""
-    count = parts.shape[0]
-    _require(count > 0 and count & (count - 1) == 0, f"tree_sum over {count} parts; their number must be a power of two")
+    """Subtree roots parts f32 [R, *], bias [the last dimension] -> [*]"""
+    count = len(parts)
+    _require(
+        count > 0 and count & (count - 1) == 0, f"tree_sum over {count} parts; their number must be a power of two"
+    )
     root = tree(np.moveaxis(widen(parts), 0, -1))
     return narrow(root if bias is None else add(root, widen(bias)), out_dtype)
 
@@ -653,9 +656,9 @@ def attention_backward(
         for target, weights, x in ((dk, ds, qh), (dv, p, doh)):
             root = _over_heads(_key_gradient(weights, x, seen, position, segment_blocks), groups)
             target[keys] = np.swapaxes(root, 0, 1)
-    if partial:
-        return narrow(dq, q.dtype), narrow(dk, torch.float32), narrow(dv, torch.float32)
-    return narrow(dq, q.dtype), narrow(add(mul(dk, factor), zero), k.dtype), narrow(add(dv, zero), v.dtype)
+    dk = dk if partial else mul(dk, factor)
+    dtype = torch.float32 if partial else k.dtype
+    return narrow(dq, q.dtype), narrow(add(dk, zero), dtype), narrow(add(dv, zero), dtype)
 
 
 def _check_cache(kv_cache: Tensor, heads: int, dim: int) -> int:

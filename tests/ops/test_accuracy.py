@@ -1,0 +1,120 @@
+"""Accuracy against float64, with bounds that follow from the prescribed orders.
+
+A chain of n has n roundings, a tree over 2^d nodes d, a lane tree over n elements ceil(n / 64) + 6, each relative to
+the sum of the absolute terms (Higham 2002, section 4.2).
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from mindspeed_tpi import contract
+from mindspeed_tpi.ops.backends import cpu, reference
+from tests.ops.accuracy import assert_near
+from tests.ops.cases import DTYPES
+
+EXP_ERROR = LOG_ERROR = 2.0  # of the polynomials, in unit roundoffs relative to the result; measured: 1.4 and 1.3
+
+
+def _random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _lane_tree(n: int) -> int:
+    return -(-n // 64) + 6
+
+
+@pytest.mark.parametrize("backend", [cpu, reference])
+def test_exp_and_log(backend: object) -> None:
+    x = torch.linspace(-87, 88.5, 100_000)
+    assert_near(backend.exp(x), x.double().exp(), x.double().exp(), EXP_ERROR)
+    x = torch.exp(torch.linspace(-87, 88, 100_000))
+    assert_near(backend.log(x), x.double().log(), x.double().log().abs(), LOG_ERROR)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", (7, 896, 4864))
+def test_linear(dtype: torch.dtype, k: int) -> None:
+    x, weight, bias = _random(9, k, dtype=dtype), _random(33, k, dtype=dtype, seed=1), _random(33, dtype=dtype, seed=2)
+    cut = contract.current().leaves(k)
+    roundings = cut.size + math.log2(cut.count) + 1
+    exact, scale = x.double() @ weight.double().T, x.double().abs() @ weight.double().abs().T + 10
+    assert_near(cpu.linear(x, weight, bias, cut.size, cut.count, None), exact + bias.double(), scale, roundings)
+    dx = cpu.linear_dx(x, weight.T.contiguous(), cut.size, cut.count, torch.float32)
+    assert_near(dx, exact, scale, roundings)
+    grad = torch.zeros(9, 33)
+    cpu.linear_dw(x.T.contiguous(), weight.T.contiguous(), grad, 1, None, 1)
+    assert_near(grad, exact, scale, k + 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", (0, 100))
+def test_attention(dtype: torch.dtype, window: int) -> None:
+    n, heads, kv, dim, factor = 700, 4, 2, 32, 32**-0.5
+    q, k, v = (
+        _random(n, heads, dim, dtype=dtype),
+        _random(n, kv, dim, dtype=dtype, seed=1),
+        _random(n, kv, dim, dtype=dtype, seed=2),
+    )
+    seqs = torch.tensor([[0, n, 0, 0, n]], dtype=torch.int32)
+    keys, values = (x.double().repeat_interleave(heads // kv, 1) for x in (k, v))
+    s = torch.einsum("nhd,khd->hnk", q.double(), keys) * factor
+    i, j = torch.arange(n)[:, None], torch.arange(n)
+    p = s.masked_fill((j > i) | ((j <= i - window) if window else False), -torch.inf).softmax(-1)
+    exact = torch.einsum("hnk,khd->nhd", p, values)
+    scale = torch.einsum("hnk,khd->nhd", p, values.abs())
+    # Errors of a score change p by as much as the largest score times its roundings, twice (numerator and denominator).
+    score = torch.einsum("nhd,khd->hnk", q.double().abs(), keys.abs()).max() * factor * (dim + 1)
+    roundings = 2 * float(score) + 2 * (EXP_ERROR + 1) + 128 + _lane_tree(128) + 4 * math.ceil(n / 128)
+    assert_near(cpu.attention(q, k, v, seqs, 1, factor, window, 2)[0], exact, scale, roundings)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm(dtype: torch.dtype) -> None:
+    h = 896
+    x, weight = _random(9, h, dtype=dtype), _random(h, dtype=dtype, seed=1)
+    rstd = (x.double().square().mean(-1) + 1e-6).rsqrt()
+    roundings = _lane_tree(h) / 2 + 5
+    assert_near(cpu.rms_norm(x, weight, 1e-6)[1], rstd, rstd, roundings)
+    n = cpu.rms_norm(x, torch.ones(h, dtype=dtype), 1e-6)[0]
+    exact = x.double() * rstd[:, None]
+    assert_near(n, exact, exact.abs(), roundings + 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_swiglu(dtype: torch.dtype) -> None:
+    x = _random(9, 2000, dtype=dtype) * 3
+    gate, up = x.double().chunk(2, -1)
+    exact = gate * gate.sigmoid() * up
+    assert_near(cpu.swiglu(x), exact, exact.abs(), EXP_ERROR + 3)
+
+
+@pytest.mark.parametrize("v", (50, 3000, 20_000))
+def test_logprob(v: int) -> None:
+    logits, tokens, temperature = 5 * _random(9, v), torch.arange(9) * (v // 10), torch.full((9,), 0.7)
+    cut = contract.current().vocab_leaves(v)
+    logprob, entropy, largest, total = cpu.token_logprob(logits, tokens, temperature, cut.size, cut.count, True)
+    z = logits.double() / temperature.double()[:, None]
+    exact = z.log_softmax(-1)
+    spread = z.max() - z.min()
+    sums = _lane_tree(cut.size) + math.log2(cut.count) + EXP_ERROR + 2 * float(spread)
+    assert_near(total, (z - largest.double()[:, None]).exp().sum(-1), total.double(), sums)
+    assert_near(logprob, exact.gather(1, tokens[:, None])[:, 0], 1 + spread, sums + LOG_ERROR + 3)
+    assert_near(entropy, -(exact.exp() * exact).sum(-1), 1 + spread, 2 * sums + LOG_ERROR + 3)
+
+
+def test_moe() -> None:
+    logits = _random(50, 60)
+    weights, ids = cpu.moe_route(logits, None, 6, "softmax", True, 1, 1, 1.0, 0.0)
+    exact, chosen = logits.double().softmax(-1).topk(6)
+    assert torch.equal(ids.long(), chosen.sort(-1)[0])
+    exact = torch.gather(exact / exact.sum(-1, keepdim=True), 1, chosen.argsort(-1))
+    assert_near(weights, exact, exact, 6 + 2 * float(logits.max() - logits.min()) + 2 * EXP_ERROR)
+    y, slots = _random(300, 40), torch.arange(300).view(50, 6)
+    combined = torch.einsum("tk,tkh->th", weights.double(), y[slots].double())
+    magnitude = torch.einsum("tk,tkh->th", weights.double(), y[slots].double().abs())
+    assert_near(cpu.moe_combine(y, slots, weights), combined, magnitude, 7)

@@ -1,0 +1,131 @@
+"""Linear operators: the contract's bits, whatever the rows, ranks, spans and threads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mindspeed_tpi import contract
+from mindspeed_tpi.errors import BackendError
+from mindspeed_tpi.ops.backends import cpu, reference
+from tests.ops import cases
+from tests.ops.bits import assert_same_bits
+from tests.ops.equality import check_drawn
+
+OPERATORS = (
+    "linear", "linear_dx", "linear_dw", "linear_db", "grouped_linear", "grouped_linear_dx", "tree_sum",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@given(st.data())
+def test_cpu_equals_reference(operator: str, data: st.DataObject) -> None:
+    check_drawn(operator, data)
+
+
+@given(st.data())
+def test_ranks_that_split_k_give_the_same_bits(data: st.DataObject) -> None:
+    s = cases.Drawn(data)
+    dtype, ranks = s.choice(cases.DTYPES), s.choice((1, 2, 4, 8))
+    cut = contract.current().leaves(k := ranks * s.integer(1, 40) * s.choice((1, 8)))
+    x, weight = cases.operand(s, (s.integer(1, 4), k), dtype), cases.operand(s, (s.integer(1, 9), k), dtype)
+    bias = s.choice((None, cases.values(s, weight.shape[:1], dtype)))
+    whole = cpu.linear(x, weight, bias, cut.size, cut.count, None)
+    if cut.count < ranks:
+        return
+    own, part = cut.shard(ranks), k // ranks
+    roots = [
+        cpu.linear(x[:, i : i + part], weight[:, i : i + part], None, own.size, own.count, torch.float32)
+        for i in range(0, k, part)
+    ]
+    assert_same_bits(cpu.tree_sum(torch.stack(roots), bias, dtype), whole)
+
+
+@given(st.data())
+def test_ranks_that_split_n_give_the_same_dx(data: st.DataObject) -> None:
+    s = cases.Drawn(data)
+    dtype, ranks = s.choice(cases.DTYPES), s.choice((1, 2, 4, 8))
+    cut = contract.current().leaves(n := ranks * s.integer(1, 40) * s.choice((1, 8)))
+    dy, weight = cases.operand(s, (s.integer(1, 4), n), dtype), cases.operand(s, (n, s.integer(1, 9)), dtype)
+    whole = cpu.linear_dx(dy, weight, cut.size, cut.count, None)
+    if cut.count < ranks:
+        return
+    own, part = cut.shard(ranks), n // ranks
+    roots = [
+        cpu.linear_dx(dy[:, i : i + part], weight[i : i + part], own.size, own.count, torch.float32)
+        for i in range(0, n, part)
+    ]
+    assert_same_bits(cpu.tree_sum(torch.stack(roots), None, dtype), whole)
+
+
+@given(st.data())
+def test_a_row_and_a_column_do_not_depend_on_the_others(data: st.DataObject) -> None:
+    s = cases.Drawn(data)
+    x, weight, bias, *rest = cases.linear(s).args
+    x = x.reshape(-1, x.shape[-1])
+    whole = cpu.linear(x, weight, bias, *rest)
+    for m in range(len(x)):
+        assert_same_bits(cpu.linear(x[m : m + 1], weight, bias, *rest)[0], whole[m])
+    half = len(weight) // 2
+    assert_same_bits(cpu.linear(x, weight[half:], None if bias is None else bias[half:], *rest), whole[:, half:])
+
+
+@given(st.data())
+def test_experts_are_linears(data: st.DataObject) -> None:
+    x, weight, offsets, *rest = cases.grouped_linear(cases.Drawn(data)).args
+    y = cpu.grouped_linear(x, weight, offsets, *rest)
+    for e, (first, last) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)):
+        assert_same_bits(y[first:last], cpu.linear(x[first:last], weight[e], None, *rest))
+
+
+@given(st.data())
+def test_weight_gradients_of_a_batch_are_those_of_its_rows(data: st.DataObject) -> None:
+    s = cases.Drawn(data)
+    dtype, batch, length, spans = s.choice(cases.DTYPES), s.integer(1, 4), s.integer(1, 8), cases.spans(s)
+    dy = cases.operand(s, (length * batch, s.integer(1, 9)), dtype)
+    x = cases.operand(s, (length * batch, s.integer(1, 9)), dtype)
+    start = cases.values(s, (dy.shape[1], x.shape[1]), torch.float32)
+    whole, by_row, packed = start.clone(), start.clone(), start.clone()
+    cpu.linear_dw(dy, x, whole, batch, None, spans)
+    for b in range(batch):
+        cpu.linear_dw(dy[b::batch], x[b::batch], by_row, 1, None, spans)
+    assert_same_bits(by_row, whole, "row by row")
+    order = torch.arange(length * batch).view(length, batch).T.reshape(-1)
+    offsets = torch.arange(batch + 1) * length
+    cpu.linear_dw(dy[order], x[order], packed, 1, offsets, spans)
+    assert_same_bits(packed, whole, "packed")
+
+
+@given(st.data())
+def test_ranks_that_own_spans_give_the_same_bias_gradient(data: st.DataObject) -> None:
+    s = cases.Drawn(data)
+    ranks, spans = s.choice((1, 2, 4, 8)), 8
+    dy = cases.operand(s, (spans * s.integer(1, 3), s.integer(1, 9)), s.choice(cases.DTYPES))
+    whole = torch.zeros(dy.shape[1])
+    cpu.linear_db(dy, whole, 1, None, spans)
+    roots = [torch.zeros(dy.shape[1]) for _ in range(ranks)]
+    for root, part in zip(roots, dy.chunk(ranks), strict=True):
+        cpu.linear_db(part, root, 1, None, spans // ranks)
+    assert_same_bits(cpu.tree_sum(torch.stack(roots), None, torch.float32), whole)
+
+
+@pytest.mark.parametrize("backend", [cpu, reference])
+def test_errors(backend: object) -> None:
+    x, weight = torch.zeros(2, 8), torch.zeros(3, 8)
+    for call in (
+        lambda b: b.linear(x, torch.zeros(3, 7), None, 8, 1, None),
+        lambda b: b.linear(x, weight.bfloat16(), None, 8, 1, None),
+        lambda b: b.linear(x, weight, None, 2, 2, None),
+        lambda b: b.linear(x, weight, None, 3, 3, None),
+        lambda b: b.linear(x.double(), weight.double(), None, 8, 1, None),
+        lambda b: b.linear_dx(x, weight, 8, 1, None),
+        lambda b: b.linear_dw(x, x, torch.zeros(8, 8), 3, None, 1),
+        lambda b: b.linear_dw(x, x, torch.zeros(8, 8), 1, None, 3),
+        lambda b: b.linear_db(x, torch.zeros(8, dtype=torch.bfloat16), 1, None, 1),
+        lambda b: b.grouped_linear(x, weight[None], torch.tensor([0, 3]), 8, 1, None),
+        lambda b: b.tree_sum(torch.zeros(3, 4), None, torch.float32),
+    ):
+        with pytest.raises(BackendError):
+            call(backend)
