@@ -54,33 +54,39 @@ struct AddTo {
 // M tokens (x widened to f32, [M][K]) against features [n, n + rows), rows <= G * W: y[m][G * W].
 template <class T, int M, int G>
 void few_tokens(const Reduction& red, const float* x, const T* w, i64 ldw, i64 rows, float* y) {
-  constexpr int C = kColumns<T>;
+  constexpr int C = kColumns<T>, S = C < 16 ? 16 / C : 1;  // an f32 weight moves by cache lines
   float stack[64][M * G * W];
   auto level = [&](int l) { return stack[l]; };
   vf acc[M][G];
+  // Columns [k, k + count) of the v-th W features; `inside`: a whole transpose may be read.
+  auto columns = [&](int v, i64 k, i64 count, bool inside) TPI_INLINE {
+    const T* p = w + v * W * ldw + k;
+    vf t[C];
+    if (inside)
+      load_transposed(p, ldw, t);
+    else
+      load_transposed_part(p, ldw, rows - v * W, min_of(red.n - k, C), t);
+#pragma GCC unroll 32
+    for (int j = 0; j < C; ++j)
+      if (j < count)
+#pragma GCC unroll 4
+        for (int m = 0; m < M; ++m) acc[m][v] = fma(set1(x[m * red.n + k + j]), t[j], acc[m][v]);
+  };
+  const bool full = rows == G * W;
   i64 g = 0, k = 0;
   for (;; ++g) {
     const i64 end = min_of((g + 1) * red.leaf, red.n);
     tile_clear(acc);
-    if (rows == G * W) {
-      for (; k + C <= end; k += C)
+    if (full) {
+      for (; k + S * C <= end; k += S * C)
+#pragma GCC unroll 2
+        for (int v = 0; v < G; ++v)
 #pragma GCC unroll 4
-        for (int v = 0; v < G; ++v) {
-          vf t[C];
-          load_transposed(w + v * W * ldw + k, ldw, t);
-#pragma GCC unroll 32
-          for (int j = 0; j < C; ++j)
-#pragma GCC unroll 4
-            for (int m = 0; m < M; ++m) acc[m][v] = fma(set1(x[m * red.n + k + j]), t[j], acc[m][v]);
-        }
+          for (int s = 0; s < S; ++s) columns(v, k + s * C, C, true);
     }
     for (; k < end; k += C)
-      for (int v = 0; v < G; ++v) {
-        vf t[C];
-        load_transposed_part(w + v * W * ldw + k, ldw, min_of(rows - v * W, W), min_of(red.n - k, C), t);
-        for (int j = 0; j < min_of(end - k, C); ++j)
-          for (int m = 0; m < M; ++m) acc[m][v] = fma(set1(x[m * red.n + k + j]), t[j], acc[m][v]);
-      }
+#pragma GCC unroll 2
+      for (int v = 0; v < G; ++v) columns(v, k, end - k, full && k + C <= red.n);
     k = end;
     if (end == red.n) break;
     tile_push(g, level, acc);
@@ -94,7 +100,7 @@ void few_tokens(i64 tokens, const Reduction& red, const float* x, const T* w, i6
   if constexpr (M > 1) {
     if (tokens < M) return few_tokens<M - 1>(tokens, red, x, w, ldw, m0, n0, n1, out);
   }
-  constexpr int G = M > 2 ? 2 : 4;
+  constexpr int G = 2;
   for (i64 n = n0; n < n1;) {
     float y[M * G * W];
     const bool wide = n1 - n >= G * W;
