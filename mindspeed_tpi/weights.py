@@ -134,7 +134,9 @@ def _hf_names(name: str) -> tuple[tuple[str, ...], str]:
     return tuple(f"model.layers.{number}.{n}" for n in hf), kind
 
 
-def _qkv(groups: int, rows: tuple[int, int, int]) -> tuple[Callable[[list[Tensor]], Tensor], Callable[[Tensor], list[Tensor]]]:
+def _qkv(
+    groups: int, rows: tuple[int, int, int]
+) -> tuple[Callable[[list[Tensor]], Tensor], Callable[[Tensor], list[Tensor]]]:
     def merge(parts: list[Tensor]) -> Tensor:
         return torch.cat([p.unflatten(0, (groups, n)) for p, n in zip(parts, rows, strict=True)], dim=1).flatten(0, 1)
 
@@ -160,7 +162,11 @@ def _open(directory: Path, files: ExitStack) -> dict[str, Any]:
     """Tensor name → the open safetensors file (memory-mapped) that holds it."""
     index = directory / "model.safetensors.index.json"
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else ["model.safetensors"]
+        names = (
+            sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            if index.is_file()
+            else ["model.safetensors"]
+        )
         handles = [files.enter_context(safe_open(str(directory / name), framework="pt")) for name in names]
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise InputError(f"cannot read the checkpoint {directory}: {error}") from None
@@ -172,7 +178,9 @@ def _check_names(mapping: list[Entry], present: set[str], directory: Path) -> No
     allowed = expected | {"lm_head.weight"}  # a tied checkpoint may hold a copy
     unexpected = sorted(name for name in present - allowed if not name.endswith(_REDUNDANT))
     missing = sorted(expected - present)
-    problems = [f"{what} {', '.join(names)}" for what, names in (("lacks", missing), ("has unexpected", unexpected)) if names]
+    problems = [
+        f"{what} {', '.join(names)}" for what, names in (("lacks", missing), ("has unexpected", unexpected)) if names
+    ]
     if problems:
         raise InputError(f"checkpoint {directory} {' and '.join(problems)}; it does not fit the model's configuration")
 

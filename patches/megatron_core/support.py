@@ -85,7 +85,9 @@ _LIMITS = (
 def unsupported(config: Any) -> list[str]:
     """One clause per setting of a TransformerConfig that the patches do not serve, with the way out."""
     return [
-        f"{limit.setting}={getattr(config, limit.setting)!r} ({limit.remedy})" for limit in _LIMITS if limit.used(config)
+        f"{limit.setting}={getattr(config, limit.setting)!r} ({limit.remedy})"
+        for limit in _LIMITS
+        if limit.used(config)
     ]
 
 
@@ -129,9 +131,19 @@ def by_version(*variants: tuple[str, tuple[str, ...]]) -> tuple[str, ...]:
     return variants[-1][1]
 
 
-_CONTAINERS = frozenset(
-    "DistributedDataParallel Float16Module GPTModel LanguageModelEmbedding TransformerBlock TransformerLayer SelfAttention "
-    "ModuleList IdentityOp IdentityFuncOp FusedScaleMaskSoftmax Dropout".split()
+_CONTAINERS = (
+    "DistributedDataParallel",
+    "Dropout",
+    "Float16Module",
+    "FusedScaleMaskSoftmax",
+    "GPTModel",
+    "IdentityFuncOp",
+    "IdentityOp",
+    "LanguageModelEmbedding",
+    "ModuleList",
+    "SelfAttention",
+    "TransformerBlock",
+    "TransformerLayer",
 )
 
 
@@ -146,8 +158,7 @@ def check_covered(model: torch.nn.Module) -> None:
     strays = [
         f"{name or 'model'} ({type(module).__module__}.{type(module).__qualname__})"
         for name, module in model.named_modules()
-        if type(module).__name__ not in _CONTAINERS
-        and not type(module).forward.__module__.startswith("mindspeed_tpi.")
+        if type(module).__name__ not in _CONTAINERS and not type(module).forward.__module__.startswith("mindspeed_tpi.")
     ]
     if strays:
         raise ParityError(

@@ -88,6 +88,7 @@ def _tied_head(weight: Tensor) -> Tensor:
 
 def add_head_gradients(model: torch.nn.Module) -> None:
     """Add each tied output projection's gradient to its embedding's `main_grad`, once per optimizer step."""
+    parameter: Any
     for parameter in model.parameters():
         if hasattr(parameter, HEAD_GRAD):
             parameter.main_grad.add_(getattr(parameter, HEAD_GRAD))

@@ -27,9 +27,7 @@ def forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         packed_seq_params: Any = None,
     ) -> Tensor:
         if not served(self.config) or not _causal(self, query, key, attention_mask, attention_bias, packed_seq_params):
-            return original(
-                self, query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params
-            )
+            return original(self, query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
         length, batch, heads, dim = query.shape
         window = getattr(self.scale_mask_softmax, "window_size", None)
         out = ops.attention(
@@ -46,9 +44,7 @@ def forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return attention_forward
 
 
-def _causal(
-    self: Any, query: Tensor, key: Tensor, mask: Tensor | None, bias: Tensor | None, packed: Any
-) -> bool:
+def _causal(self: Any, query: Tensor, key: Tensor, mask: Tensor | None, bias: Tensor | None, packed: Any) -> bool:
     """Whether this call is causal self-attention over whole sequences, which the operator serves."""
     why = None
     if self.attn_mask_type.name != "causal":

@@ -42,8 +42,10 @@ def rollout_for(trainer: Trainer, lengths: list[int] = LENGTHS, seed: int = 1, t
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     words = {2: torch.int16, 4: torch.int32}
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(
-        a.contiguous().view(words[a.element_size()]), b.contiguous().view(words[b.element_size()])
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and torch.equal(a.contiguous().view(words[a.element_size()]), b.contiguous().view(words[b.element_size()]))
     )
 
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import mindspeed_tpi
+from mindspeed_tpi.errors import ParityError
 from mindspeed_tpi.parity.trainer import Batch, Trainer
 from mindspeed_tpi.patches.megatron_core.support import check_covered
 from mindspeed_tpi.patches.megatron_core.tensor_parallel.layers import HEAD_GRAD, add_head_gradients
@@ -190,7 +192,9 @@ def test_a_step_changes_the_model_and_repeats(trainer: Build) -> None:
     first, second = trainer("llama"), trainer("llama")
     rollout = rollout_for(first)
     before = first.logprobs(rollout)
-    losses = [[t.train_step(rollout, lr=1e-2, micro_batch=size) for _ in range(3)] for t, size in ((first, 1), (second, 4))]
+    losses = [
+        [t.train_step(rollout, lr=1e-2, micro_batch=size) for _ in range(3)] for t, size in ((first, 1), (second, 4))
+    ]
     assert losses[0] == losses[1] and losses[0][2] < losses[0][0]
     assert first.weight_version == 3
     newer = replace(rollout, weight_versions=rollout.weight_versions + 3)
@@ -198,11 +202,88 @@ def test_a_step_changes_the_model_and_repeats(trainer: Build) -> None:
     assert same_bits(first.logprobs(newer), second.logprobs(newer))
 
 
+def test_megatrons_own_data_parallel_wrapper(trainer: Build) -> None:
+    """Gradients through DistributedDataParallel's buffers, hooks and finalize_model_grads are those of the bare model."""
+    t = trainer("llama-tied")
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+
+    rollout = rollout_for(t, [9, 16])
+    t.backward(rollout)
+    add_head_gradients(t.model)
+    expected = main_grads(t)
+    for parameter in t.model.parameters():
+        del parameter.main_grad  # type: ignore[attr-defined]
+    options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
+    wrapped = DistributedDataParallel(t.model.config, options, t.model)
+    wrapped.zero_grad_buffer()
+    for row in (0, 1):
+        batch = Batch.of(rollout.sequences, [row], 16)
+        loss = wrapped(batch.tokens, None, None, labels=batch.labels)
+        gradient = torch.zeros_like(loss)
+        gradient[0, : batch.lengths[0] - 1] = 1 / torch.tensor(23.0)
+        loss.backward(gradient)
+    finalize_model_grads([wrapped])
+    found = main_grads(t)
+    assert all(same_bits(expected[name], found[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    ],
+)
+def test_recomputing_activations_changes_no_bit(trainer: Build, recompute: dict[str, object]) -> None:
+    t = trainer("qwen2")
+    rollout = rollout_for(t, [9, 16])
+    t.backward(rollout)
+    expected = main_grads(t)
+    for name, value in recompute.items():
+        setattr(t.model.config, name, value)
+    for layer in t.model.decoder.layers:
+        layer.self_attention.checkpoint_core_attention = recompute["recompute_granularity"] == "selective"
+    t.backward(rollout)
+    found = main_grads(t)
+    assert all(same_bits(expected[name], found[name]) for name in expected)
+
+
+_DECIDES = {
+    "ColumnParallelLinear.forward": ("megatron.core.tensor_parallel.layers:ColumnParallelLinear.forward",),
+    "RowParallelLinear.forward": ("megatron.core.tensor_parallel.layers:RowParallelLinear.forward",),
+    "norm": ("megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",),
+    "attention": ("megatron.core.transformer.dot_product_attention:DotProductAttention.forward",),
+    "rotary": (
+        "megatron.core.transformer.attention:apply_rotary_pos_emb",
+        "megatron.core.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding.forward",
+    ),
+    "MLP.forward": ("megatron.core.transformer.mlp:MLP.forward",),
+    "cross entropy": ("megatron.core.tensor_parallel:vocab_parallel_cross_entropy",),
+}
+
+
+@pytest.mark.parametrize("what", sorted(_DECIDES))
+def test_every_patch_decides_bits(trainer: Build, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Upstream's own code in the place of any one replacement gives other log-probabilities (f32: no rounding hides it)."""
+    t = trainer("llama", "float32")
+    rollout = rollout_for(t, [40, 31])
+    ours = t.logprobs(rollout)
+    applied = {e.patch.target: e for registry in mindspeed_tpi._registries.values() for e in registry._applied}
+    for target in _DECIDES[what]:
+        monkeypatch.setattr(applied[target].owner, applied[target].name, applied[target].original)
+    monkeypatch.setenv("MINDSPEED_TPI", "1")
+    theirs = trainer("llama", "float32").logprobs(rollout)
+    assert not same_bits(ours, theirs)
+    torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=0, equal_nan=True)
+
+
 def test_the_whole_model_is_covered(trainer: Build) -> None:
     t = trainer("qwen3")
     check_covered(t.model)
     t.model.decoder.final_layernorm = torch.nn.RMSNorm(64)
-    from mindspeed_tpi.errors import ParityError
-
     with pytest.raises(ParityError, match=r"decoder\.final_layernorm \(torch\.nn\.modules\.normalization\.RMSNorm\)"):
         check_covered(t.model)

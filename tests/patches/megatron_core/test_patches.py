@@ -213,7 +213,13 @@ def test_rope_config_from_megatron_arguments(tmp_path: Path, scaling: str) -> No
     from mindspeed_tpi.profiles import Profile
 
     numbers = {
-        "yarn": {"factor": 4.0, "original_max_position_embeddings": 16.0, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": 1.0},
+        "yarn": {
+            "factor": 4.0,
+            "original_max_position_embeddings": 16.0,
+            "beta_fast": 16.0,
+            "beta_slow": 2.0,
+            "truncate": 1.0,
+        },
         "llama3": {
             "factor": 8.0,
             "low_freq_factor": 1.0,

@@ -1,0 +1,133 @@
+"""Hugging Face → Megatron-core → Hugging Face, bit for bit, and checkpoints that do not fit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mindspeed_tpi import weights
+from mindspeed_tpi.errors import InputError
+from mindspeed_tpi.parity.trainer import _start_megatron, build_model
+from mindspeed_tpi.profiles import Profile
+from tests.models import FAMILIES, write_model
+
+SIZES = {"layers": 2, "hidden": 64, "heads": 6, "kv_heads": 2, "head_dim": 16, "ffn": 96, "vocab": 50}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Callable[..., tuple[Path, Any, dict[str, Tensor]]]:
+    """checkpoint(family) -> (directory, an empty model for it, its tensors)."""
+
+    def make(family: str, dtype: str = "bfloat16") -> tuple[Path, Any, dict[str, Tensor]]:
+        path = write_model(tmp_path / family, family, dtype=dtype, **SIZES)  # type: ignore[arg-type]
+        _start_megatron()
+        return path, build_model(Profile.load(path)), load_file(str(path / "model.safetensors"))
+
+    return make
+
+
+def rewrite(path: Path, tensors: dict[str, Tensor]) -> None:
+    save_file({name: t.contiguous() for name, t in tensors.items()}, str(path / "model.safetensors"))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_round_trip(checkpoint: Any, family: str, dtype: str) -> None:
+    path, model, tensors = checkpoint(family, dtype)
+    weights.load(model, path)
+    exported = dict(weights.hf_tensors(model))
+    assert sorted(exported) == sorted(tensors)
+    for name, tensor in tensors.items():
+        assert exported[name].is_contiguous() and torch.equal(exported[name], tensor), name
+
+
+def test_rows_are_grouped_by_kv_head(checkpoint: Any) -> None:
+    path, model, tensors = checkpoint("qwen2")
+    weights.load(model, path)
+    attention = model.decoder.layers[1].self_attention
+    prefix = "model.layers.1.self_attn."
+    for kind in ("weight", "bias"):
+        q, k, v = (tensors[f"{prefix}{n}_proj.{kind}"] for n in "qkv")
+        rows = [
+            t for g in range(2) for t in (q[48 * g : 48 * g + 48], k[16 * g : 16 * g + 16], v[16 * g : 16 * g + 16])
+        ]
+        assert torch.equal(getattr(attention.linear_qkv, kind), torch.cat(rows))
+    gate, up = (tensors[f"model.layers.1.mlp.{n}_proj.weight"] for n in ("gate", "up"))
+    assert torch.equal(model.decoder.layers[1].mlp.linear_fc1.weight, torch.cat((gate, up)))
+
+
+def test_shards(checkpoint: Any) -> None:
+    path, model, tensors = checkpoint("qwen3")
+    names = sorted(tensors)
+    index = {}
+    for shard in range(3):
+        file = f"model-0000{shard + 1}-of-00003.safetensors"
+        save_file({name: tensors[name].contiguous() for name in names[shard::3]}, str(path / file))
+        index.update(dict.fromkeys(names[shard::3], file))
+    (path / "model.safetensors").unlink()
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    weights.load(model, path)
+    assert all(torch.equal(t, tensors[name]) for name, t in weights.hf_tensors(model))
+    (path / file).unlink()
+    with pytest.raises(InputError, match="cannot read the checkpoint"):
+        weights.load(model, path)
+
+
+def test_padded_vocabulary_and_redundant_tensors(checkpoint: Any) -> None:
+    path, model, tensors = checkpoint("llama")
+    padded = dict(tensors)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        padded[name] = torch.cat((tensors[name], torch.ones(14, 64, dtype=torch.bfloat16)))
+    padded["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    rewrite(path, padded)
+    weights.load(model, path)
+    assert all(torch.equal(t, tensors[name]) for name, t in weights.hf_tensors(model))
+
+
+def test_a_tied_checkpoint_may_hold_a_copy(checkpoint: Any) -> None:
+    path, model, tensors = checkpoint("llama-tied")
+    rewrite(path, {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
+    weights.load(model, path)
+    assert "lm_head.weight" not in dict(weights.hf_tensors(model))
+
+
+def test_what_does_not_fit_is_named(checkpoint: Any) -> None:
+    path, model, tensors = checkpoint("llama")
+    short = dict(tensors)
+    del short["model.layers.1.mlp.up_proj.weight"]
+    rewrite(path, {**short, "model.layers.0.self_attn.q_norm.weight": torch.ones(16)})
+    with pytest.raises(
+        InputError,
+        match=r"lacks model\.layers\.1\.mlp\.up_proj\.weight and has unexpected model\.layers\.0\.self_attn\.q_norm",
+    ):
+        weights.load(model, path)
+    rewrite(path, {**tensors, "lm_head.weight": tensors["lm_head.weight"][:-1]})
+    with pytest.raises(InputError, match=r"lm_head\.weight has shape \(49, 64\), the model needs \(50, 64\)"):
+        weights.load(model, path)
+    (path / "model.safetensors").write_bytes(b"no safetensors file")
+    with pytest.raises(InputError, match="cannot read the checkpoint"):
+        weights.load(model, path)
+
+
+def test_values_are_rounded_to_the_models_dtype(checkpoint: Any) -> None:
+    path, _, tensors = checkpoint("llama", "float32")
+    from dataclasses import replace
+
+    model = build_model(replace(Profile.load(path), dtype="bfloat16"))
+    weights.load(model, path)
+    assert all(torch.equal(t, tensors[name].to(torch.bfloat16)) for name, t in weights.hf_tensors(model))
+
+
+def test_wrapped_models_are_looked_through(checkpoint: Any) -> None:
+    path, model, tensors = checkpoint("llama")
+    wrapper = torch.nn.Module()
+    wrapper.module = model
+    weights.load(wrapper, path)
+    assert all(torch.equal(t, tensors[name]) for name, t in weights.hf_tensors(wrapper))
