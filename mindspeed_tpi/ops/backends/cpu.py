@@ -314,7 +314,7 @@ def grouped_linear(
         raise _refuse("grouped_linear", f"x {tuple(x.shape)}, weight {tuple(w.shape)}", "x [P, K] and weight [E, N, K]")
     table = _offsets("grouped_linear", offsets, experts, rows.shape[0])
     out_dtype = out_dtype or x.dtype
-    y = torch.empty((rows.shape[0], n), dtype=out_dtype)
+    y = torch.zeros((rows.shape[0], n), dtype=out_dtype)
     out = _out_code("grouped_linear", out_dtype)
     status = _lib.tpi_grouped_linear(
         code, out, rows.data_ptr(), rows.stride(0), w.data_ptr(), w.stride(0), w.stride(1), y.data_ptr(), n,
@@ -334,7 +334,7 @@ def grouped_linear_dx(
         raise _refuse("grouped_linear_dx", f"dy {tuple(dy.shape)}, weight {tuple(w.shape)}", "dy [P, N], weight [E, N, K]")
     table = _offsets("grouped_linear_dx", offsets, experts, rows.shape[0])
     out_dtype = out_dtype or dy.dtype
-    dx = torch.empty((rows.shape[0], k), dtype=out_dtype)
+    dx = torch.zeros((rows.shape[0], k), dtype=out_dtype)
     out = _out_code("grouped_linear_dx", out_dtype)
     status = _lib.tpi_grouped_linear_dx(
         code, out, rows.data_ptr(), rows.stride(0), w.data_ptr(), w.stride(0), w.stride(1), dx.data_ptr(), k,
@@ -399,7 +399,7 @@ def attention(
     q, k, v = _3d(q), _3d(k), _3d(v)
     tokens = q.shape[0]
     out = torch.zeros(q.shape, dtype=q.dtype)
-    m, l = torch.empty((heads, tokens)), torch.empty((heads, tokens))  # noqa: E741
+    m, l = torch.full((heads, tokens), -torch.inf), torch.zeros((heads, tokens))  # noqa: E741
     status = _lib.tpi_attention(
         code, q.data_ptr(), q.stride(0), q.stride(1), k.data_ptr(), k.stride(0), k.stride(1), v.data_ptr(), v.stride(0),
         v.stride(1), out.data_ptr(), out.stride(0), out.stride(1), m.data_ptr(), l.data_ptr(), tokens, table.data_ptr(),
