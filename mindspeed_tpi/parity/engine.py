@@ -17,6 +17,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,10 +27,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mindspeed_tpi import envs, versions
+from mindspeed_tpi import envs, ops, versions
 from mindspeed_tpi.errors import InputError, LayoutError, ParityError
 from mindspeed_tpi.parity.request import Request
 from mindspeed_tpi.parity.rollout import Rollout
+from mindspeed_tpi.profiles import Profile
 
 SMALLEST_TEMPERATURE = 0.01  # vLLM raises smaller positive temperatures to this
 _DEFAULT_LENGTH = 1024
@@ -63,9 +65,9 @@ class Engine:
             )
         self.request = request
         self.weight_version = 0
-        self.config: dict[str, Any] = json.loads((Path(request.model) / "config.json").read_text(encoding="utf-8"))
+        self.profile = Profile.load(request.model)
         longest = max(len(prompt) for prompt in request.prompts) + request.max_new_tokens
-        limit = int(self.config.get("max_position_embeddings", longest))
+        limit = self.profile.rope.max_position
         self.max_model_len = request.engine.max_model_len or min(max(longest, _DEFAULT_LENGTH), limit)
         self.logprobs_mode = "raw_logprobs" if request.temperature in (0, 1) else "processed_logprobs"
         self.workers: list[dict[str, Any]] = []
@@ -147,9 +149,12 @@ class Engine:
 
     def _check_workers(self) -> None:
         """The parent's half of the handshake; each worker has refused to start on a difference already."""
-        from mindspeed_tpi.patches.vllm.platforms.cpu import expected
-
-        wanted = {**expected(self._llm.model_config.hf_text_config), "plugin": True}
+        wanted = {
+            "plugin": True,
+            "mode": envs.MODE.get(),
+            "backend": ops.backends.active().name,
+            "fingerprint": self.profile.contract().fingerprint,
+        }
         for report in self.workers:
             for name, value in wanted.items():
                 if report[name] != value:
@@ -243,7 +248,7 @@ class Engine:
     def _check_prompts(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float, prompt_logprobs: bool
     ) -> None:
-        vocab = int(self.config["vocab_size"])
+        vocab = self.profile.vocab
         for index, prompt in enumerate(prompts):
             if not prompt or max(prompt) >= vocab or min(prompt) < 0:
                 raise InputError(f"prompt {index} is empty or holds a token id outside the vocabulary of {vocab}")
@@ -263,10 +268,6 @@ class Engine:
             )
 
     def _meta(self, temperature: float, max_new_tokens: int, seed: int | None) -> dict[str, Any]:
-        from dataclasses import asdict
-
-        from mindspeed_tpi.patches.vllm._limits import bound_contract
-
         effective = 1.0 if temperature == 0 else max(temperature, SMALLEST_TEMPERATURE)
         meta: dict[str, Any] = {
             "model": self.request.model,
@@ -287,7 +288,7 @@ class Engine:
             "workers": self.workers,
         }
         if not self.request.stock:
-            contract = bound_contract(self._llm.model_config.hf_text_config)
+            contract = self.profile.contract()
             meta["backend"] = self.workers[0]["backend"]
             meta["contract"] = json.loads(contract.to_json())
             meta["fingerprint"] = contract.fingerprint

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from mindspeed_tpi.patches.vllm._limits import ARCHITECTURES
 from mindspeed_tpi.patches.vllm.model_executor.custom_op import CLASS_MAKERS
 from mindspeed_tpi.patches.vllm.v1.attention.backends.cpu_attn import attention_backend_class
+
+CONTAINERS = (
+    "torch.nn.modules.container",
+    *(f"vllm.model_executor.models.{family}" for family in ("llama", "mistral", "qwen2", "qwen3")),
+)
 
 
 def uncovered(model: Any) -> list[str]:
@@ -25,7 +29,7 @@ def _walk(name: str, module: Any, found: list[str]) -> None:
         return
     kind = type(module)
     children = list(module.named_children())
-    container = kind.__module__ in ("torch.nn.modules.container", *ARCHITECTURES.values())
+    container = kind.__module__ in CONTAINERS
     if not container or not children or module._parameters:
         found.append(f"{name or 'model'} ({kind.__name__})")
         return

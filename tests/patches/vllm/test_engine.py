@@ -9,7 +9,6 @@ import torch
 from mindspeed_tpi.errors import InputError, LayoutError, ParityError
 from mindspeed_tpi.parity.engine import Engine, checkpoint
 from mindspeed_tpi.parity.request import EngineOptions, Request
-from mindspeed_tpi.patches.vllm.model_executor import custom_op
 from mindspeed_tpi.patches.vllm.platforms import cpu
 from mindspeed_tpi.patches.vllm.v1.worker import cpu_worker
 from tests.models import random_prompts, write_model
@@ -19,7 +18,9 @@ SMALL = EngineOptions(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=1
 
 
 def same(a, b):
-    return torch.equal(a.token_ids, b.token_ids) and torch.equal(a.logprobs.view(torch.int32), b.logprobs.view(torch.int32))
+    return torch.equal(a.token_ids, b.token_ids) and torch.equal(
+        a.logprobs.view(torch.int32), b.logprobs.view(torch.int32)
+    )
 
 
 def generated(rollout):
@@ -114,9 +115,7 @@ def own_engine(request_):
     """A user's own `LLM(...)`, not built by our driver."""
     import vllm
 
-    return vllm.LLM(
-        model=request_.model, max_model_len=64, skip_tokenizer_init=True, enforce_eager=True, block_size=32
-    )
+    return vllm.LLM(model=request_.model, max_model_len=64, skip_tokenizer_init=True, enforce_eager=True, block_size=32)
 
 
 @pytest.fixture
@@ -146,12 +145,16 @@ def test_worker_without_the_plugin_is_refused(own, monkeypatch):
 def test_worker_that_differs_is_refused(own, monkeypatch, field):
     expected = cpu.expected
     monkeypatch.setattr(cpu, "expected", lambda hf: expected(hf) | {field: "other"})
-    with pytest.raises(ParityError, match=rf"worker rank 0 \(process \d+\): field {field} is '.*', the parent .* 'other'"):
+    with pytest.raises(
+        ParityError, match=rf"worker rank 0 \(process \d+\): field {field} is '.*', the parent .* 'other'"
+    ):
         own()
 
 
 def test_uncovered_module(own, monkeypatch, caplog):
-    monkeypatch.delitem(custom_op.CLASS_MAKERS, "SiluAndMul")
+    from vllm.model_executor import custom_op
+
+    monkeypatch.delitem(custom_op.op_registry_oot, "SiluAndMul")
     with pytest.raises(ParityError, match=r"worker rank 0 .*model\.layers\.0\.mlp\.act_fn \(SiluAndMul\)"):
         own()
     monkeypatch.setenv("MINDSPEED_TPI", "1")
