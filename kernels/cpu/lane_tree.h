@@ -24,7 +24,7 @@ inline vf pair_sums(vf a, vf b) {
 inline vf pair_sums(vf a, vf b) { return {vpaddq_f32(a.v, b.v)}; }
 #else
 inline vf pair_sums(vf a, vf b) {
-  return {{a.v[0] + a.v[1], a.v[2] + a.v[3], b.v[0] + b.v[1], b.v[2] + b.v[3]}};
+  return {f4{a.v[0] + a.v[1], a.v[2] + a.v[3], b.v[0] + b.v[1], b.v[2] + b.v[3]}};
 }
 #endif
 

@@ -390,43 +390,48 @@ inline void transpose(vf r[W]) {
   r[2].v = vcombine_f32(vget_high_f32(a.val[0]), vget_high_f32(b.val[0]));
   r[3].v = vcombine_f32(vget_high_f32(a.val[1]), vget_high_f32(b.val[1]));
 }
-#else  // portable: plain loops over four lanes
+#else  // portable: the compiler's own four-lane vectors
+// What has no vector operator is a loop in a function of its own: this path is for CPUs that are too old to matter, and
+// inlining its loops everywhere would make it the slowest to compile.
+#define TPI_OUTLINE static __attribute__((noinline, unused))
+typedef float f4 __attribute__((vector_size(16)));
+typedef int32_t i4 __attribute__((vector_size(16)));
 struct vf {
-  float v[4];
+  f4 v;
 };
 struct vm {
-  bool v[4];
+  i4 v;
 };
 #define TPI_LANES(expr)                  \
   vf r;                                  \
   for (int i = 0; i < 4; ++i) r.v[i] = (expr); \
   return r
-#define TPI_MASK(expr)                   \
-  vm r;                                  \
-  for (int i = 0; i < 4; ++i) r.v[i] = (expr); \
-  return r
-inline vf set1(float x) { TPI_LANES(x); }
+inline vf set1(float x) { return {f4{x, x, x, x}}; }
 inline vf zero() { return set1(0.0f); }
-inline vf load(const float* p) { TPI_LANES(p[i]); }
-inline void store(float* p, vf a) { std::memcpy(p, a.v, 16); }
-inline vf fma(vf a, vf b, vf c) { TPI_LANES(std::fmaf(a.v[i], b.v[i], c.v[i])); }
-inline vf add(vf a, vf b) { TPI_LANES(a.v[i] + b.v[i]); }
-inline vf sub(vf a, vf b) { TPI_LANES(a.v[i] - b.v[i]); }
-inline vf mul(vf a, vf b) { TPI_LANES(a.v[i] * b.v[i]); }
-inline vf div(vf a, vf b) { TPI_LANES(a.v[i] / b.v[i]); }
-inline vf sqrt(vf a) { TPI_LANES(std::sqrt(a.v[i])); }
-inline vf rint(vf a) { TPI_LANES(std::nearbyintf(a.v[i])); }
-inline vm lt(vf a, vf b) { TPI_MASK(a.v[i] < b.v[i]); }
-inline vm le(vf a, vf b) { TPI_MASK(a.v[i] <= b.v[i]); }
-inline vm gt(vf a, vf b) { TPI_MASK(a.v[i] > b.v[i]); }
-inline vm eq(vf a, vf b) { TPI_MASK(a.v[i] == b.v[i]); }
-inline vm is_nan(vf a) { TPI_MASK(is_nan_bits(to_bits(a.v[i]))); }
-inline vf select(vm m, vf a, vf b) { TPI_LANES(m.v[i] ? a.v[i] : b.v[i]); }
-inline bool any(vm m) { return m.v[0] || m.v[1] || m.v[2] || m.v[3]; }
+inline vf load(const float* p) {
+  vf r;
+  std::memcpy(&r.v, p, 16);
+  return r;
+}
+inline void store(float* p, vf a) { std::memcpy(p, &a.v, 16); }
+TPI_OUTLINE vf fma(vf a, vf b, vf c) { TPI_LANES(std::fmaf(a.v[i], b.v[i], c.v[i])); }
+inline vf add(vf a, vf b) { return {a.v + b.v}; }
+inline vf sub(vf a, vf b) { return {a.v - b.v}; }
+inline vf mul(vf a, vf b) { return {a.v * b.v}; }
+inline vf div(vf a, vf b) { return {a.v / b.v}; }
+TPI_OUTLINE vf sqrt(vf a) { TPI_LANES(std::sqrt(a.v[i])); }
+TPI_OUTLINE vf rint(vf a) { TPI_LANES(std::nearbyintf(a.v[i])); }
+inline vm lt(vf a, vf b) { return {a.v < b.v}; }
+inline vm le(vf a, vf b) { return {a.v <= b.v}; }
+inline vm gt(vf a, vf b) { return {a.v > b.v}; }
+inline vm eq(vf a, vf b) { return {a.v == b.v}; }
+inline vm is_nan(vf a) { return {a.v != a.v}; }
+inline vf select(vm m, vf a, vf b) { return {(f4)(((i4)a.v & m.v) | ((i4)b.v & ~m.v))}; }
+inline bool any(vm m) { return (m.v[0] | m.v[1] | m.v[2] | m.v[3]) != 0; }
 inline vf max_raw(vf a, vf b) { return select(gt(a, b), a, b); }
-inline vf neg(vf a) { TPI_LANES(from_bits(to_bits(a.v[i]) ^ 0x80000000u)); }
-inline vm first_n(int n) { TPI_MASK(i < n); }
-inline vf add_exponent(vf a, vf n) { TPI_LANES(from_bits(to_bits(a.v[i]) + (to_bits(n.v[i]) << 23))); }
+inline vf neg(vf a) { return {(f4)((i4)a.v ^ i4{INT32_MIN, INT32_MIN, INT32_MIN, INT32_MIN})}; }
+inline vm first_n(int n) { return {i4{0, 1, 2, 3} < i4{n, n, n, n}}; }
+inline vf add_exponent(vf a, vf n) { return {(f4)((i4)a.v + ((i4)n.v << 23))}; }
 inline void split_exponent(vf a, vf* mantissa, vf* exponent) {
   for (int i = 0; i < 4; ++i) {
     uint32_t u = to_bits(a.v[i]);
@@ -434,16 +439,16 @@ inline void split_exponent(vf a, vf* mantissa, vf* exponent) {
     mantissa->v[i] = from_bits((u & 0x007FFFFFu) | 0x3F000000u);
   }
 }
-inline vf load_as(const bf16* p) { TPI_LANES(widen(p[i])); }
-inline vf load_as(const f16* p) { TPI_LANES(widen(p[i])); }
-inline void store_as(bf16* p, vf a) {
+TPI_OUTLINE vf load_as(const bf16* p) { TPI_LANES(widen(p[i])); }
+TPI_OUTLINE vf load_as(const f16* p) { TPI_LANES(widen(p[i])); }
+TPI_OUTLINE void store_as(bf16* p, vf a) {
   for (int i = 0; i < 4; ++i) narrow(a.v[i], p + i);
 }
-inline void store_as(f16* p, vf a) {
+TPI_OUTLINE void store_as(f16* p, vf a) {
   for (int i = 0; i < 4; ++i) narrow(a.v[i], p + i);
 }
-inline vf round_as(bf16, vf a) { TPI_LANES(widen(narrow_to<bf16>(a.v[i]))); }
-inline vf round_as(f16, vf a) { TPI_LANES(widen(narrow_to<f16>(a.v[i]))); }
+TPI_OUTLINE vf round_as(bf16, vf a) { TPI_LANES(widen(narrow_to<bf16>(a.v[i]))); }
+TPI_OUTLINE vf round_as(f16, vf a) { TPI_LANES(widen(narrow_to<f16>(a.v[i]))); }
 inline void transpose(vf r[W]) {
   for (int i = 0; i < 4; ++i)
     for (int j = 0; j < i; ++j) {
@@ -453,7 +458,7 @@ inline void transpose(vf r[W]) {
     }
 }
 #undef TPI_LANES
-#undef TPI_MASK
+#undef TPI_OUTLINE
 #endif
 inline vf load_n(const float* p, int n) {
   float t[4] = {0, 0, 0, 0};
@@ -487,19 +492,9 @@ inline vf odd(vf a) {
   return {vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(a.v), vdupq_n_u32(0xFFFF0000u)))};
 }
 #else
-inline vf load_pairs(const bf16* p) {
-  vf r;
-  std::memcpy(r.v, p, sizeof r.v);
-  return r;
-}
-inline vf even(vf a) {
-  for (float& x : a.v) x = from_bits(to_bits(x) << 16);
-  return a;
-}
-inline vf odd(vf a) {
-  for (float& x : a.v) x = from_bits(to_bits(x) & 0xFFFF0000u);
-  return a;
-}
+inline vf load_pairs(const bf16* p) { return load((const float*)p); }
+inline vf even(vf a) { return {(f4)((i4)a.v << 16)}; }
+inline vf odd(vf a) { return {(f4)(((i4)a.v >> 16) << 16)}; }
 #endif
 
 // ---- common to every width ----
