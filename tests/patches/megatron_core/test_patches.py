@@ -281,3 +281,27 @@ def test_the_process(trainer: Build, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert main([str(request), str(asked), str(out)]) == 3
     assert "carries no numerics contract" in capsys.readouterr().err
     assert main([str(tmp_path / "none.json"), str(asked), str(out)]) == 2
+
+
+def test_the_stock_process(trainer: Build, tmp_path: Path) -> None:
+    """`MINDSPEED_TPI=0`: Megatron-core's own numerics through the same driver, near ours and not equal."""
+    import json
+    from dataclasses import replace
+
+    from safetensors import safe_open
+
+    t = trainer("llama")
+    rollout = rollout_for(t)
+    request, asked, out = (str(tmp_path / name) for name in ("q.json", "r.safetensors", "o.safetensors"))
+    Path(request).write_text(replace(t.request, stock=True).to_json())
+    record([s.tolist() for s in rollout.sequences], None).save(asked)
+    command = [sys.executable, "-m", "mindspeed_tpi.parity.trainer", request, asked, out]
+    env = {**os.environ, "MINDSPEED_TPI": "0", "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    with safe_open(out, framework="pt") as file:
+        stock, meta = file.get_tensor("logprobs"), json.loads(file.metadata()["meta"])
+    ours = t.logprobs(rollout)
+    assert meta["op_calls"] == {} and meta["fingerprint"] is None
+    assert not same_bits(stock, ours)
+    torch.testing.assert_close(stock, ours, atol=0.3, rtol=0, equal_nan=True)
