@@ -31,6 +31,8 @@ struct KvView {
   const T* k[kGroups];
   const T* v[kGroups];
   i64 k_ld, v_ld;
+  void fetch_values(int, i64) const {}
+  void fetch_next_keys(int, i64) const {}
 };
 inline KvView<float> scratch_view(const float* k, const float* v, i64 D) {
   KvView<float> view;
@@ -54,60 +56,119 @@ struct Output {
 inline float scalar_exp(float x) { return first_lane(vexp(set1(x))); }
 inline float scalar_max(float a, float b) { return a != a || a > b ? a : b; }  // NaN if either is
 
-// Turns the scores s of one row into p, and gives m and the sum of p. Scores outside the span are overwritten: a p there is
-// +0, or NaN with every other p.
-inline void exponentials(float* s, Span span, float* m, float* sum) {
-  const vf low = set1(-INFINITY);
-  const int first = span.lo / W, last = (span.hi + W - 1) / W;
-  float* edge = s + first * W;
-  store(edge, select(first_n(span.lo - first * W), low, load(edge)));
-  edge = s + (last - 1) * W;
-  store(edge, select(first_n(span.hi - (last - 1) * W), load(edge), low));
-  vf top = low, total = zero();
-  for (int c = first; c < last; ++c) {
-    const vf x = load(s + c * W);
-    top = max_raw(x, top);
-    total = add(total, x);
+// vexp for x <= 0 and no NaN: the same operations without the checks of what cannot occur.
+inline vf exp_not_positive(vf x) {
+  const vf magic = set1(0x1.8p+23f);
+  vf shifted = add(mul(x, set1(0x1.715476p+0f)), magic);
+  vf n = sub(shifted, magic);
+  vf r = fma(n, set1(-0x1.62e4p-1f), x);
+  r = fma(n, set1(-0x1.7f7d1cp-20f), r);
+  vf p = set1(0x1.a0d2cep-13f);
+  p = fma(p, r, set1(0x1.6e879cp-10f));
+  p = fma(p, r, set1(0x1.11121p-7f));
+  p = fma(p, r, set1(0x1.555382p-5f));
+  p = fma(p, r, set1(0x1.555554p-3f));
+  p = fma(p, r, set1(0x1p-1f));
+  p = fma(p, mul(r, r), r);
+  p = add_exponent(add(p, set1(1.0f)), shifted);
+  return select(lt(x, set1(-0x1.5d4p+6f)), zero(), p);
+}
+
+// p = exp(s - m) over the vectors [first, last) of a row; gives the 64 lanes of their sum, paired down to one vector.
+template <class Exp>
+TPI_INLINE inline vf exponentials(float* s, int first, int last, float m, Exp exp) {
+  const vf shift = set1(m);
+  vf lanes[kLaneVectors];
+  if (first == 0 && last == 2 * kLaneVectors) {
+    for (int v = 0; v < kLaneVectors; ++v) {
+      const vf a = exp(sub(load(s + v * W), shift)), b = exp(sub(load(s + kLanes + v * W), shift));
+      store(s + v * W, a);
+      store(s + kLanes + v * W, b);
+      lanes[v] = add(a, b);
+    }
+  } else {
+    for (int v = 0; v < kLaneVectors; ++v) lanes[v] = zero();
+    for (int c = first; c < last; ++c) {
+      const vf a = exp(sub(load(s + c * W), shift));
+      store(s + c * W, a);
+      lanes[c % kLaneVectors] = add(lanes[c % kLaneVectors], a);
+    }
   }
-  if (any(is_nan(total)))  // a score is NaN (or +inf meets -inf): max_raw may have dropped it
-    for (int c = first; c < last; ++c) top = vmax(load(s + c * W), top);
-  float t[W];
-  store(t, top);
-  for (int i = 0; i < W; ++i) *m = scalar_max(*m, t[i]);
-  LaneSum lanes;
-  const vf shift = set1(*m);
-  for (int c = first; c < last; ++c) {
-    const vf p = vexp(sub(load(s + c * W), shift));
-    store(s + c * W, p);
-    lanes.lanes[c % kLaneVectors] = add(lanes.lanes[c % kLaneVectors], p);
+  for (int n = kLaneVectors / 2; n > 0; n /= 2)
+    for (int v = 0; v < n; ++v) lanes[v] = pair_sums(lanes[2 * v], lanes[2 * v + 1]);
+  return lanes[0];
+}
+
+// Turns the scores s [R][128] into p and moves m and l on; gives alpha. Only what lies in the spans is a result.
+template <int R>
+inline void softmax_tile(float* s, const Span* span, Span all, float* m, float* l, float* alpha) {
+  const int first = all.lo / W, last = (all.hi + W - 1) / W;
+  vf top[R], total[R];
+  for (int r = 0; r < R; ++r) {
+    float* row = s + r * kBlock;
+    for (int j = first * W; j < span[r].lo; ++j) row[j] = -INFINITY;
+    for (int j = span[r].empty() ? first * W : span[r].hi; j < last * W; ++j) row[j] = -INFINITY;
+    top[r] = set1(-INFINITY);
+    total[r] = zero();
   }
-  *sum = lanes.root();
+  for (int c = first; c < last; ++c)
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const vf x = load(s + r * kBlock + c * W);
+      top[r] = max_raw(x, top[r]);
+      total[r] = add(total[r], x);
+    }
+  // A NaN score, which max_raw may have dropped (or infinities of both signs).
+  vf sum = total[0];
+  for (int r = 1; r < R; ++r) sum = add(sum, total[r]);
+  bool careful = any(is_nan(sum));
+  if (careful)
+    for (int r = 0; r < R; ++r)
+      for (int c = first; c < last; ++c) top[r] = vmax(top[r], load(s + r * kBlock + c * W));
+  for (int begin = 0; begin < R; begin += W) {
+    const int n = R - begin < W ? R - begin : W;
+    vf t[W];
+    for (int i = 0; i < W; ++i) t[i] = i < n ? top[begin + i] : zero();
+    transpose(t);
+    for (int i = 1; i < W; ++i) t[0] = vmax(t[0], t[i]);
+    const vf before = load_n(m + begin, n), now = vmax(before, t[0]);
+    store_n(m + begin, now, n);
+    store(alpha + begin, vexp(sub(before, now)));
+    careful = careful || any(is_nan(mul(now, zero())));  // not finite
+  }
+  constexpr int kPadded = (R + W - 1) / W * W;
+  vf sums[kPadded];
+  for (int r = R; r < kPadded; ++r) sums[r] = zero();
+  for (int r = 0; r < R; ++r)
+    sums[r] = careful ? exponentials(s + r * kBlock, first, last, m[r], [](vf x) { return vexp(x); })
+                      : exponentials(s + r * kBlock, first, last, m[r], [](vf x) { return exp_not_positive(x); });
+  if (careful)
+    for (int r = 0; r < R; ++r)
+      if (span[r].empty()) {  // no visible key changes nothing
+        alpha[r] = 1.0f;
+        sums[r] = zero();
+      }
+  for (int begin = 0; begin < R; begin += W) {
+    const int n = R - begin < W ? R - begin : W;
+    for (int step = W / 2; step > 0; step /= 2)
+      for (int i = 0; i < step; ++i) sums[begin + i] = pair_sums(sums[begin + 2 * i], sums[begin + 2 * i + 1]);
+    store_n(l + begin, fma(load_n(l + begin, n), load(alpha + begin), sums[begin]), n);
+  }
 }
 
 // One block for R rows of the running (m, l, o) of a segment. o starts as 0, l as 0 and m as -inf, which makes the first
 // visible block of a row initialise: then o * exp(-inf - m') is 0, or everything is NaN.
-template <int R, class T>
-__attribute__((noinline)) void attend_tile(const KvView<T>& kv, const Span* span, const float* q, i64 D, float scale,
+template <int R, class View>
+__attribute__((noinline)) void attend_tile(const View& kv, const Span* span, const float* q, i64 D, float scale,
                                            float* m, float* l, float* o) {
   const Span all = hull(span, R);
   if (all.empty()) return;
   alignas(64) float s[R * kBlock];
-  scores<R>(q, D, kv.k, kv.k_ld, scale, all, s);
-  constexpr int kPadded = (R + W - 1) / W * W;
-  float alpha[kPadded] = {}, sum[kPadded] = {};
-  for (int r = 0; r < R; ++r) {
-    if (span[r].empty()) continue;  // exp(0) = 1 and sum 0: the row keeps its values
-    const float before = m[r];
-    exponentials(s + r * kBlock, span[r], m + r, sum + r);
-    alpha[r] = before - m[r];
-  }
-  for (int r = 0; r < R; r += W) {
-    const int n = R - r < W ? R - r : W;
-    const vf a = vexp(load(alpha + r));
-    store(alpha + r, a);
-    store_n(l + r, fma(load_n(l + r, n), a, load(sum + r)), n);
-  }
-  weighted<R, kBlock, 1>(s, span, kv.v, kv.v_ld, round_up(D, W), alpha, o, kRowStride);
+  scores<R>(q, D, kv.k, kv.k_ld, scale, all, s, [&](int group, i64 d) { kv.fetch_values(group, d); });
+  float alpha[(R + W - 1) / W * W];
+  softmax_tile<R>(s, span, all, m, l, alpha);
+  weighted<R, kBlock, 1>(s, span, kv.v, kv.v_ld, round_up(D, W), alpha, o, kRowStride,
+                         [&](int j, i64 c) { kv.fetch_next_keys(j, c); });
 }
 
 template <class T, class Source>
@@ -146,8 +207,9 @@ class Forward {
         const Task& task = tasks[unit / h_.Hk];
         const i64 head = unit % h_.Hk;
         const Part total = part(scratch), next = part(scratch + part_floats());
-        clear(task, total);
-        for (i64 segment = first_segment(task); segment < end_segment(task); ++segment) {
+        const i64 first = first_segment(task);
+        attend_segment(task, head, first, total, scratch + 2 * part_floats());
+        for (i64 segment = first + 1; segment < end_segment(task); ++segment) {
           attend_segment(task, head, segment, next, scratch + 2 * part_floats());
           merge(task, segment, total, next);
         }

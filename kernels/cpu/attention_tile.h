@@ -74,12 +74,19 @@ inline void for_tiles(i64 n, F f) {
   }
 }
 
-// s[r][c] = (chain over d of q[r][d] * k[d][c]) * scale; k[i] points at row 0 of the i-th group of 16 columns.
-template <int R, int N, class T>
-TPI_INLINE inline void scores_tile(const float* q, i64 D, const T* const* k, i64 k_ld, float scale, float* s) {
+// A prefetch of other memory, called at every step of a tile.
+struct NoFetch {
+  void operator()(int, i64) const {}
+};
+
+// s[r][c] = (chain over d of q[r][d] * k[d][c]) * scale, N vectors of columns from `group` on; k[g] points at row 0 of the
+// g-th group of 16 columns. fetch(g, d) once for every group and d.
+template <int R, int N, class T, class Fetch>
+TPI_INLINE inline void scores_tile(const float* q, i64 D, const T* const* k, i64 k_ld, float scale, float* s, int group,
+                                   Fetch fetch) {
   constexpr int kPointers = N / kGroupVectors;
   const T* row[kPointers];
-  for (int i = 0; i < kPointers; ++i) row[i] = k[i];
+  for (int i = 0; i < kPointers; ++i) row[i] = k[group + i];
   vf acc[R][N];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
@@ -90,7 +97,10 @@ TPI_INLINE inline void scores_tile(const float* q, i64 D, const T* const* k, i64
 #pragma GCC unroll 8
     for (int n = 0; n < N; ++n) b[n] = load_as(row[n / kGroupVectors] + n % kGroupVectors * W);
 #pragma GCC unroll 8
-    for (int i = 0; i < kPointers; ++i) row[i] += k_ld;
+    for (int i = 0; i < kPointers; ++i) {
+      row[i] += k_ld;
+      fetch(group + i, d);
+    }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       const vf a = set1(q[r * kRowStride + d]);
@@ -101,24 +111,25 @@ TPI_INLINE inline void scores_tile(const float* q, i64 D, const T* const* k, i64
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-    for (int n = 0; n < N; ++n) store(s + r * kBlock + n * W, mul(acc[r][n], set1(scale)));
+    for (int n = 0; n < N; ++n) store(s + r * kBlock + group * kGroup + n * W, mul(acc[r][n], set1(scale)));
 }
 
 // The scores of R rows with the groups of columns that hold `columns`; s is [R][128].
-template <int R, class T>
-TPI_INLINE inline void scores(const float* q, i64 D, const T* const* k, i64 k_ld, float scale, Span columns, float* s) {
+template <int R, class T, class Fetch = NoFetch>
+TPI_INLINE inline void scores(const float* q, i64 D, const T* const* k, i64 k_ld, float scale, Span columns, float* s,
+                              Fetch fetch = Fetch()) {
   constexpr int N = tile_vectors(R), kStep = N / kGroupVectors;
   int g = columns.lo / kGroup;
   const int end = (columns.hi + kGroup - 1) / kGroup;
-  for (; g + kStep <= end; g += kStep) scores_tile<R, N>(q, D, k + g, k_ld, scale, s + g * kGroup);
-  for (; g < end; ++g) scores_tile<R, kGroupVectors>(q, D, k + g, k_ld, scale, s + g * kGroup);
+  for (; g + kStep <= end; g += kStep) scores_tile<R, N>(q, D, k, k_ld, scale, s, g, fetch);
+  for (; g < end; ++g) scores_tile<R, kGroupVectors>(q, D, k, k_ld, scale, s, g, fetch);
 }
 
 // o[r][c] = fma(o[r][c], alpha[r], t), t = chain over j in span[r] of p[r * RS + j * JS] * v[j][c], N vectors of columns.
-// A j outside span[r] is not multiplied: v may hold NaN or infinity there.
-template <int R, int N, int RS, int JS, class T>
+// A j outside span[r] is not multiplied: v may hold NaN or infinity there. fetch(j, c) for every j and 16th column c.
+template <int R, int N, int RS, int JS, class T, class Fetch>
 TPI_INLINE inline void weighted_tile(const float* p, const Span* span, Span all, Span common, const T* const* v, i64 v_ld,
-                                     i64 column, const float* alpha, float* o, i64 o_ld) {
+                                     i64 column, const float* alpha, float* o, i64 o_ld, Fetch fetch) {
   vf acc[R][N];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
@@ -134,6 +145,8 @@ TPI_INLINE inline void weighted_tile(const float* p, const Span* span, Span all,
         vf b[N];
 #pragma GCC unroll 8
         for (int n = 0; n < N; ++n) b[n] = load_as(row + n * W);
+#pragma GCC unroll 8
+        for (int c = 0; c < N * W; c += kGroup) fetch(j, column + c);
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
           const vf a = set1(p[r * RS + j * JS]);
@@ -162,9 +175,9 @@ TPI_INLINE inline void weighted_tile(const float* p, const Span* span, Span all,
 }
 
 // The same for all columns, a multiple of W.
-template <int R, int RS, int JS, class T>
+template <int R, int RS, int JS, class T, class Fetch = NoFetch>
 TPI_INLINE inline void weighted(const float* p, const Span* span, const T* const* v, i64 v_ld, i64 columns,
-                                const float* alpha, float* o, i64 o_ld) {
+                                const float* alpha, float* o, i64 o_ld, Fetch fetch = Fetch()) {
   constexpr int N = tile_vectors(R);
   const Span all = hull(span, R);
   Span common = all;
@@ -174,8 +187,8 @@ TPI_INLINE inline void weighted(const float* p, const Span* span, const T* const
   }
   i64 c = 0;
   for (; c + N * W <= columns; c += N * W)
-    weighted_tile<R, N, RS, JS>(p, span, all, common, v, v_ld, c, alpha, o, o_ld);
-  for (; c < columns; c += W) weighted_tile<R, 1, RS, JS>(p, span, all, common, v, v_ld, c, alpha, o, o_ld);
+    weighted_tile<R, N, RS, JS>(p, span, all, common, v, v_ld, c, alpha, o, o_ld, fetch);
+  for (; c < columns; c += W) weighted_tile<R, 1, RS, JS>(p, span, all, common, v, v_ld, c, alpha, o, o_ld, fetch);
 }
 
 // ---- scratch: f32 copies of a block ----

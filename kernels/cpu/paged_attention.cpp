@@ -7,6 +7,17 @@ namespace tpi {
 namespace TPI_NS {
 namespace {
 
+// The cache read in place. Its tiles are columns, which hardware does not prefetch well: the pass over K fetches V, line by
+// line, and the pass over V the next block's K.
+template <class T>
+struct PagedView : KvView<T> {
+  const T* next_k[kGroups];
+  void fetch_values(int group, i64 d) const { __builtin_prefetch(this->v[group] + d * kGroup); }
+  void fetch_next_keys(int j, i64 c) const {
+    __builtin_prefetch(next_k[j / kGroup] + (c / kGroup * kGroup + j % kGroup) * this->k_ld);
+  }
+};
+
 template <class T>
 struct Paged {
   const T* cache;
@@ -32,17 +43,22 @@ struct Paged {
     return true;
   }
 
+  const T* tile(i64 index, i64 head, i64 position) const {
+    return cache + block_table[index * bt_stride + position / page] * block_stride + head * head_stride;
+  }
+
   template <class F>
-  void view(const Line&, i64 index, i64 head, i64 block, Span span, i64 rows, float* scratch, F f) const {
-    KvView<T> in_place;
+  void view(const Line& line, i64 index, i64 head, i64 block, Span span, i64 rows, float* scratch, F f) const {
+    PagedView<T> in_place;
     in_place.k_ld = page;
     in_place.v_ld = D;
     const int first = span.lo / kGroup, end = (span.hi + kGroup - 1) / kGroup;
     for (int g = first; g < end; ++g) {
-      const i64 position = block * kBlock + g * kGroup, slot = position % page;
-      const T* tile = cache + block_table[index * bt_stride + position / page] * block_stride + head * head_stride;
-      in_place.k[g] = tile + slot;
-      in_place.v[g] = tile + D * page + slot * D;
+      const i64 position = block * kBlock + g * kGroup, slot = position % page, next = position + kBlock;
+      const T* at = tile(index, head, position);
+      in_place.k[g] = at + slot;
+      in_place.v[g] = at + D * page + slot * D;
+      in_place.next_k[g] = next < line.keys ? tile(index, head, next) + next % page : in_place.k[g];
     }
     if (rows <= kDirectRows && D % W == 0) return f(in_place);
     float* values = scratch + kBlock * D;
