@@ -29,7 +29,7 @@ def write_model(
     family: str = "llama",
     *,
     layers: int = 4,
-    hidden: int = 320,
+    hidden: int = 384,
     heads: int = 6,
     kv_heads: int = 2,
     head_dim: int = 128,
