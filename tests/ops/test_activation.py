@@ -22,12 +22,12 @@ def test_cpu_equals_reference(operator: str, data: st.DataObject) -> None:
 
 @given(st.data())
 def test_ranks_that_split_the_features_give_the_same_bits(data: st.DataObject) -> None:
-    (x,) = cases.swiglu(cases.Drawn(data)).args
-    f = x.shape[-1] // 2
-    whole, half = cpu.swiglu(x), f // 2
-    gate, up = x[..., :f], x[..., f:]
-    parts = [cpu.swiglu(torch.cat((gate[..., i], up[..., i]), -1)) for i in (slice(0, half), slice(half, f))]
-    assert_same_bits(torch.cat(parts, -1), whole)
+    s = cases.Drawn(data)
+    ranks = s.choice((1, 2, 4))
+    x = cases.operand(s, (s.integer(0, 5), 2 * ranks * s.integer(1, 20)), s.choice(cases.DTYPES))
+    gate, up = (half.chunk(ranks, -1) for half in x.chunk(2, -1))
+    parts = [cpu.swiglu(torch.cat(pair, -1)) for pair in zip(gate, up, strict=True)]
+    assert_same_bits(torch.cat(parts, -1), cpu.swiglu(x))
 
 
 @pytest.mark.parametrize("backend", [cpu, reference])

@@ -150,7 +150,8 @@ def test_rounding_to_storage(dtype: torch.dtype, data: st.DataObject) -> None:
     x = cases.values(cases.Drawn(data), (100,), torch.float32)
     x = torch.where(x.abs() < torch.finfo(torch.float32).tiny, 0.0, x)
     expected = torch.where(x.isnan(), cases.NAN, x.to(dtype))
-    assert_same_bits(reference.narrow(reference.widen(x), dtype), expected.to(dtype))
+    with np.errstate(over="ignore"):
+        assert_same_bits(reference.narrow(reference.widen(x), dtype), expected.to(dtype))
 
 
 @pytest.mark.parametrize("subnormals", ("flush", "keep"))

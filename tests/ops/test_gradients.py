@@ -99,7 +99,7 @@ FUNCTIONS: dict[str, tuple[Function, Function, tuple[tuple[int, ...], ...]]] = {
 
 
 def _gradients(function: Function, operands: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    leaves = [x.to(dtype).requires_grad_() for x in operands]
+    leaves = [x.clone().to(dtype).requires_grad_() for x in operands]
     y = function(*leaves)
     y.backward(_random(*y.shape, seed=9).to(y.dtype))
     return [y.detach(), *(leaf.grad for leaf in leaves)]
