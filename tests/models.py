@@ -46,12 +46,14 @@ def write_model(
     """Write `config.json` and `model.safetensors` of a random dense decoder.
 
     Weights are normal with deviation `std` (output projection twice that), norm weights 1 ± 0.2, attention biases
-    (qwen2) normal with deviation 0.2. `window` is the sliding window of mistral. Equal arguments give equal files.
+    (qwen2) normal with deviation 0.2. qwen2's head_dim is hidden / heads, whatever is asked for. `window` is the sliding window of mistral. Equal arguments give equal files.
     """
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     architecture, model_type = _ARCHITECTURES[family]
     tied = family == "llama-tied"
+    if family == "qwen2":  # vLLM reads no head_dim there
+        head_dim = hidden // heads
     config: dict[str, Any] = {
         "architectures": [architecture],
         "model_type": model_type,
