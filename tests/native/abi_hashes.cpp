@@ -78,6 +78,7 @@ class Cases {
   void run() {
     linear();
     grouped_linear();
+    tree();
     attention();
     norm();
     rope();
@@ -139,6 +140,17 @@ class Cases {
       add("grouped_linear_dx", what,
           tpi_grouped_linear_dx(d, TPI_F32, dy, N, w, N * K, K, dx, K, offsets, experts, N, K, N / 8, 8), {&dx});
     }
+  }
+
+  void tree() {
+    for (int d : kDtypes)
+      for (i64 M : {3, 40}) {
+        const i64 N = 1003, parts = 4;
+        const std::string what = std::string(kDtypeNames[d]) + " " + shape({parts, M, N});
+        Buffer x(TPI_F32, parts * M * N, 1), bias(d, N, 2), y(d, M * N);
+        add("tree_sum", what, tpi_tree_sum(d, d, x.f32(), parts, nullptr, y, M, N), {&y});
+        add("tree_sum", what + " bias", tpi_tree_sum(d, d, x.f32(), parts, bias, y, M, N), {&y});
+      }
   }
 
   void attention() {

@@ -396,6 +396,7 @@ inline void transpose(vf r[W]) {
 #define TPI_OUTLINE static __attribute__((noinline, unused))
 typedef float f4 __attribute__((vector_size(16)));
 typedef int32_t i4 __attribute__((vector_size(16)));
+typedef uint32_t u4 __attribute__((vector_size(16)));
 struct vf {
   f4 v;
 };
@@ -431,7 +432,7 @@ inline bool any(vm m) { return (m.v[0] | m.v[1] | m.v[2] | m.v[3]) != 0; }
 inline vf max_raw(vf a, vf b) { return select(gt(a, b), a, b); }
 inline vf neg(vf a) { return {(f4)((i4)a.v ^ i4{INT32_MIN, INT32_MIN, INT32_MIN, INT32_MIN})}; }
 inline vm first_n(int n) { return {i4{0, 1, 2, 3} < i4{n, n, n, n}}; }
-inline vf add_exponent(vf a, vf n) { return {(f4)((i4)a.v + ((i4)n.v << 23))}; }
+inline vf add_exponent(vf a, vf n) { return {(f4)((u4)a.v + ((u4)n.v << 23))}; }
 inline void split_exponent(vf a, vf* mantissa, vf* exponent) {
   for (int i = 0; i < 4; ++i) {
     uint32_t u = to_bits(a.v[i]);
