@@ -272,7 +272,7 @@ def heads(s: Source) -> Heads:
 def extent(s: Source) -> tuple[int, int, int]:
     """(queries, position of the first, keys) of one line: a chunk of causal attention, mostly; few queries where keys
     cross blocks."""
-    many = s.choice((False, False, False, True))
+    many = s.choice((False, False, False, False, False, True))
     keys = s.integer(100, 300) if many else s.integer(0, 20)
     queries = min(s.integer(0, 3 if many else 8), keys)
     position = s.choice((keys - queries, keys - queries, s.integer(0, keys + 2)))

@@ -7,6 +7,7 @@ the sum of the absolute terms (Higham 2002, section 4.2).
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from mindspeed_tpi import contract
 from mindspeed_tpi.ops.backends import cpu, reference
-from tests.ops.accuracy import assert_near
+from tests.ops.accuracy import UNIT, assert_near
 from tests.ops.cases import DTYPES
 
 EXP_ERROR = LOG_ERROR = 2.0  # of the polynomials, in unit roundoffs relative to the result; measured: 1.4 and 1.3
@@ -54,7 +55,18 @@ def test_linear(dtype: torch.dtype, k: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", (0, 100))
 def test_attention(dtype: torch.dtype, window: int) -> None:
-    n, heads, kv, dim, factor = 700, 4, 2, 32, 32**-0.5
+    _check_attention(cpu, dtype, window, 700)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_of_the_reference_with_the_constants_of_ascend(dtype: torch.dtype) -> None:
+    ascend = {"multiply_add": "mul-add", "transcendental": "hardware", "subnormals": "keep", "p_dtype": "input"}
+    contract.set_current(contract.default().overridden({"family": "ascendc", **ascend}))
+    _check_attention(reference, dtype, 100, 140, UNIT[dtype] / UNIT[torch.float32])
+
+
+def _check_attention(backend: Any, dtype: torch.dtype, window: int, n: int, p_rounding: float = 0) -> None:
+    heads, kv, dim, factor = 4, 2, 32, 32**-0.5
     q, k, v = (
         _random(n, heads, dim, dtype=dtype),
         _random(n, kv, dim, dtype=dtype, seed=1),
@@ -69,8 +81,8 @@ def test_attention(dtype: torch.dtype, window: int) -> None:
     scale = torch.einsum("hnk,khd->nhd", p, values.abs())
     # Errors of a score change p by as much as the largest score times its roundings, twice (numerator and denominator).
     score = torch.einsum("nhd,khd->hnk", q.double().abs(), keys.abs()).max() * factor * (dim + 1)
-    roundings = 2 * float(score) + 2 * (EXP_ERROR + 1) + 128 + _lane_tree(128) + 4 * math.ceil(n / 128)
-    assert_near(cpu.attention(q, k, v, seqs, 1, factor, window, 2)[0], exact, scale, roundings)
+    roundings = 2 * float(score) + 2 * (EXP_ERROR + 1) + 128 + _lane_tree(128) + 4 * math.ceil(n / 128) + p_rounding
+    assert_near(backend.attention(q, k, v, seqs, 1, factor, window, 2)[0], exact, scale, roundings)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -123,6 +123,22 @@ def test_ranks_that_split_the_heads_give_the_same_bits(data: st.DataObject) -> N
         assert_same_bits(cpu.tree_sum(torch.stack([p[index] for p in parts]), None, torch.float32), whole)
 
 
+@pytest.mark.parametrize("isa", cpu.isas())
+@pytest.mark.parametrize("keys", (1, 9, 33))
+def test_the_sign_of_a_zero_maximum(isa: str, keys: int) -> None:
+    zeros = torch.zeros(keys, 1, 8)
+    cases.check(cases.Case("attention", (zeros, zeros, zeros, _lines((0, keys, 0, 0, keys)), 1, -0.7, 0, 16)), isa)
+
+
+@pytest.mark.parametrize("isa", cpu.isas())
+@pytest.mark.parametrize(("queries", "groups"), [(5, 3), (16, 1), (17, 2), (33, 4)])
+def test_many_queries_over_pages(isa: str, queries: int, groups: int) -> None:
+    g = torch.Generator().manual_seed(queries)
+    cache, q = torch.randn(3, 2, 32, 32, generator=g), torch.randn(queries, 2 * groups, 16, generator=g)
+    table, starts, lengths = (torch.tensor(x, dtype=torch.int32) for x in ([[2, 0]], [0, queries], [queries + 3]))
+    cases.check(cases.Case("paged_attention", (q, cache, table, starts, lengths, 0.3, 0, 16)), isa)
+
+
 @pytest.mark.parametrize("backend", [cpu, reference])
 def test_no_visible_key_gives_zero(backend: object) -> None:
     q, k = torch.ones(2, 1, 8), torch.full((3, 1, 8), cases.NAN)
