@@ -7,7 +7,8 @@
 namespace tpi {
 namespace TPI_NS {
 
-constexpr i64 kTaskRows = 96;
+// A task converts each block of keys and values once for all its rows.
+constexpr i64 kMinTaskRows = 48, kMaxTaskRows = 192;
 
 struct Heads {
   i64 Hq, Hk, D;
@@ -178,9 +179,12 @@ class Forward {
       : source_(source), h_(heads), q_(q), q_ts_(q_ts), q_hs_(q_hs), out_(out) {}
 
   int run(i64 lines) {
-    const i64 g = h_.group(), run = most(1, kTaskRows / g);
+    const i64 g = h_.group(), threads = omp_get_max_threads();
+    i64 queries = 0, count = 0, work = 0, segments = 1;
+    for (i64 i = 0; i < lines; ++i) queries += most(source_.line(i).queries, 0);
+    const i64 share = queries * h_.Hq / (4 * threads);  // several tasks a thread
+    const i64 run = most(1, least(most(share, kMinTaskRows), kMaxTaskRows) / g);
     rows_ = run * g;
-    i64 count = 0, work = 0, segments = 1;
     for (i64 i = 0; i < lines; ++i) {
       const Line line = source_.line(i);
       count += (most(line.queries, 0) + run - 1) / run;
@@ -200,7 +204,7 @@ class Forward {
     const bool tiny = work < kTinyWork;
     const i64 units = count * h_.Hk;
     int status;
-    if (!tiny && segments > 1 && omp_get_max_threads() > 1 && units < 4 * omp_get_max_threads())
+    if (!tiny && segments > 1 && threads > 1 && units < 4 * threads)
       status = run_by_segment(tasks, units, segments);
     else
       status = for_tasks(units, 2 * part_floats() + kv_floats(), tiny, [&](i64 unit, float* scratch) {
@@ -232,7 +236,7 @@ class Forward {
     float *o, *m, *l;
   };
 
-  i64 part_floats() const { return rows_ * (kRowStride + 2) + kGroup - rows_ * 2 % kGroup; }
+  i64 part_floats() const { return round_up(rows_ * (kRowStride + 2), kGroup); }
   Part part(float* at) const { return {at, at + rows_ * kRowStride, at + rows_ * (kRowStride + 1)}; }
   // queries, a transposed K block, a V block
   i64 kv_floats() const { return rows_ * kRowStride + kBlock * h_.D + kBlock * kRowStride; }
@@ -264,7 +268,7 @@ class Forward {
       load_row(q_ + (t.line.first_query + (t.first + r / g) * source_.stride) * q_ts_ + (head * g + r % g) * q_hs_, h_.D,
                q + r * kRowStride);
     clear(t, part);
-    Span span[kSpans];
+    Span span[kTileRows];
     const i64 begin = most(first_visible(t) / kBlock, segment * h_.segment_blocks);
     const i64 end = least((end_visible(t) + kBlock - 1) / kBlock, (segment + 1) * h_.segment_blocks);
     for (i64 block = begin; block < end; ++block) {
@@ -335,7 +339,6 @@ class Forward {
     return status;
   }
 
-  static constexpr int kSpans = kTileRows;
   const Source& source_;
   const Heads h_;
   const T* q_;

@@ -18,7 +18,7 @@ constexpr int kTileVectors = W == 4 ? 4 : 2;
 constexpr i64 kMaxHeadDim = 256;
 // Rows of f32 scratch: a constant stride keeps the addresses of a tile's rows in one register, and one that is no multiple
 // of a page's size spreads them over the cache sets.
-constexpr i64 kRowStride = kMaxHeadDim + 8;
+constexpr i64 kRowStride = kMaxHeadDim + 16;
 
 // Vectors of one row in a tile of R rows: few rows take more, to hide the latency of fma.
 constexpr int tile_vectors(int R) {
