@@ -29,7 +29,9 @@ class _Parser(argparse.ArgumentParser):
 
 def build_parser() -> argparse.ArgumentParser:
     """All sub-commands with their options."""
-    parser = _Parser(prog="mindspeed-tpi", description="Training-inference parity: logdiff exactly 0.", allow_abbrev=False)
+    parser = _Parser(
+        prog="mindspeed-tpi", description="Training-inference parity: logdiff exactly 0.", allow_abbrev=False
+    )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for module in (parity, doctor, demo):

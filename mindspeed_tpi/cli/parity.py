@@ -22,11 +22,21 @@ _ENGINE = EngineOptions()
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", required=True, metavar="HF_DIR", help="Hugging Face model directory of a supported family")
-    add("--prompts", metavar="FILE.jsonl", help='lines {"prompt": text} or {"prompt_token_ids": [...]}; default: random tokens')
+    add(
+        "--prompts",
+        metavar="FILE.jsonl",
+        help='lines {"prompt": text} or {"prompt_token_ids": [...]}; default: random tokens',
+    )
     add("--num-prompts", type=_positive, default=16, metavar="N", help="how many random prompts (default %(default)s)")
     add("--prompt-len", type=_range, default=(16, 128), metavar="MIN:MAX", help="their lengths (default 16:128)")
     add("--seed", type=int, default=0, help="seeds random prompts and sampling (default %(default)s)")
-    add("--max-new-tokens", type=_positive, default=32, metavar="N", help="tokens to sample per prompt (default %(default)s)")
+    add(
+        "--max-new-tokens",
+        type=_positive,
+        default=32,
+        metavar="N",
+        help="tokens to sample per prompt (default %(default)s)",
+    )
     add("--temperature", type=float, default=1.0, metavar="T", help="0 is greedy (default %(default)s)")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of weights and activations (default %(default)s)")
     add("--train", default="tp=1", metavar="LAYOUT", help='layout of the trainer (default "%(default)s")')
@@ -37,9 +47,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("rollout engine (none of these may change a bit)")
     for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
         option = "--" + name.replace("_", "-")
-        engine.add_argument(option, type=_positive, default=getattr(_ENGINE, name), metavar="N", help="default %(default)s")
+        engine.add_argument(
+            option, type=_positive, default=getattr(_ENGINE, name), metavar="N", help="default %(default)s"
+        )
     engine.add_argument(
-        "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=_ENGINE.enable_prefix_caching, help="default on"
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=_ENGINE.enable_prefix_caching,
+        help="default on",
     )
 
 

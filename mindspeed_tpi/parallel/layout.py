@@ -51,7 +51,9 @@ class Layout:
     def __str__(self) -> str:
         """The shortest string that parses to this layout, `tp` always named."""
         return ",".join(
-            f"{f.name}={getattr(self, f.name)}" for f in fields(self) if f.name == "tp" or getattr(self, f.name) != f.default
+            f"{f.name}={getattr(self, f.name)}"
+            for f in fields(self)
+            if f.name == "tp" or getattr(self, f.name) != f.default
         )
 
     @classmethod

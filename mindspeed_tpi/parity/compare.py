@@ -43,7 +43,9 @@ class Comparison:
     def to_json(self) -> dict[str, Any]:
         """The numbers; NaN and infinity, which JSON lacks, become null."""
         numbers = {name: getattr(self, name) for name in ("tokens", "nonzero", "max_abs", "mean_abs", "nan", "missing")}
-        return {name: value if math.isfinite(value) else None for name, value in numbers.items()} | {"exact": self.exact}
+        return {name: value if math.isfinite(value) else None for name, value in numbers.items()} | {
+            "exact": self.exact
+        }
 
 
 def compare(rollout: Rollout, logprobs: Tensor, expected: int) -> Comparison:

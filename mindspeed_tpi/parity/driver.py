@@ -133,7 +133,14 @@ def _run_one(request: Request, launch: Launcher, announce: Callable[[str], None]
         asked.write_text(request.to_json(), encoding="utf-8")
 
         def step(side: str, module: str, output: Path, *files: Path) -> None:
-            command = [sys.executable, "-m", f"mindspeed_tpi.parity.{module}", *map(str, files), str(output), "--progress"]
+            command = [
+                sys.executable,
+                "-m",
+                f"mindspeed_tpi.parity.{module}",
+                *map(str, files),
+                str(output),
+                "--progress",
+            ]
             log = folder / f"{side}.log"
             announce(f"{kind} {side}: {_UPSTREAMS[side]}")
             started = time.perf_counter()
@@ -166,7 +173,12 @@ def launch_process(command: Sequence[str], environment: Mapping[str, str], log: 
     """
     with log.open("ab") as file:
         process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.PIPE, start_new_session=True
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
         )
         pump = threading.Thread(target=_pump, args=(process.stderr, file), daemon=True)
         pump.start()

@@ -23,7 +23,9 @@ def model_config(model: str | Path) -> dict[str, Any]:
     """
     path = Path(model) / "config.json"
     if not path.is_file():
-        raise InputError(f"--model {str(model)!r} is no model directory: it has no config.json; give a local Hugging Face directory")
+        raise InputError(
+            f"--model {str(model)!r} is no model directory: it has no config.json; give a local Hugging Face directory"
+        )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -74,9 +76,13 @@ def read(path: str | Path, model: str | Path) -> list[Prompt]:
 
 def _tokenizer(model: str | Path, where: str) -> Callable[[str], list[int]]:
     if not any((Path(model) / name).is_file() for name in _TOKENIZER_FILES):
-        raise InputError(f'{where}: {model} has no tokenizer to read text with; write {{"prompt_token_ids": [...]}} instead')
+        raise InputError(
+            f'{where}: {model} has no tokenizer to read text with; write {{"prompt_token_ids": [...]}} instead'
+        )
     if versions.installed("transformers") is None:
-        raise InputError(f'{where}: reading text needs transformers; install it, or write {{"prompt_token_ids": [...]}}')
+        raise InputError(
+            f'{where}: reading text needs transformers; install it, or write {{"prompt_token_ids": [...]}}'
+        )
     from transformers import AutoTokenizer
 
     try:
@@ -102,7 +108,9 @@ def check(prompts: Sequence[Prompt], config: dict[str, Any], max_new_tokens: int
     for number, prompt in enumerate(prompts, 1):
         wrong = [token for token in prompt if not 0 <= token < vocab]
         if wrong:
-            raise InputError(f"prompt {number}: token id {wrong[0]} lies outside the model's vocabulary of {vocab}; check the tokenizer")
+            raise InputError(
+                f"prompt {number}: token id {wrong[0]} lies outside the model's vocabulary of {vocab}; check the tokenizer"
+            )
         if positions is not None and len(prompt) + max_new_tokens > positions:
             raise InputError(
                 f"prompt {number}: {len(prompt)} tokens and {max_new_tokens} new ones exceed the model's {positions} positions; "

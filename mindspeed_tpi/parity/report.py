@@ -59,7 +59,9 @@ def text_table(table: Sequence[Sequence[str]]) -> str:
     """A table for a terminal: the first column left-aligned, the others right-aligned."""
     widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
     lines = (
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))])
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        )
         for row in table
     )
     return "\n".join(line.rstrip() for line in lines)
@@ -69,7 +71,10 @@ def counters_table(result: Result) -> list[list[str]]:
     """Engine counters side by side, header first."""
     found = runs(result)
     names = sorted({name for r in found.values() for name in r.rollout.meta.get("counters", {})})
-    return [["engine counter", *found], *([n, *(str(r.rollout.meta["counters"].get(n, "")) for r in found.values())] for n in names)]
+    return [
+        ["engine counter", *found],
+        *([n, *(str(r.rollout.meta["counters"].get(n, "")) for r in found.values())] for n in names),
+    ]
 
 
 def require_matplotlib() -> None:
@@ -97,7 +102,13 @@ def picture(result: Result) -> bytes:
         label = f"{name}: {c.nonzero} of {c.tokens} tokens differ, mean {_number(c.mean_abs)}, max {_number(c.max_abs)}"
         places = finite.nonzero().flatten()
         tokens.scatter(
-            places, values[finite], s=9, color=_COLOURS[name], alpha=0.55 if name == "stock" else 1, linewidths=0, label=label
+            places,
+            values[finite],
+            s=9,
+            color=_COLOURS[name],
+            alpha=0.55 if name == "stock" else 1,
+            linewidths=0,
+            label=label,
         )
         largest = max([largest, *values[finite].abs().tolist()])
     reach = 1.08 * largest or 1e-6
@@ -105,7 +116,11 @@ def picture(result: Result) -> bytes:
     for name, run in runs(result).items():
         values = run.comparison.logdiff.double()
         histogram.hist(
-            values[values.isfinite()].tolist(), bins=bins, color=_COLOURS[name], alpha=0.6 if name == "stock" else 1, label=name
+            values[values.isfinite()].tolist(),
+            bins=bins,
+            color=_COLOURS[name],
+            alpha=0.6 if name == "stock" else 1,
+            label=name,
         )
     tokens.set(xlabel="sampled token", ylabel="training − rollout logprob", ylim=(-reach, reach))
     histogram.set(xlabel="training − rollout logprob", ylabel="tokens", yscale="log", xlim=(-reach, reach))
@@ -134,7 +149,11 @@ def page(result: Result, command: str) -> str:
         ["", "rollout", "training"],
         ["engine", "vLLM", "Megatron-core"],
         ["layout", parity.request.rollout or "tp=1", parity.request.train or "tp=1"],
-        ["operator calls", str(sum(meta.get("op_calls", {}).values())), str(sum(parity.train_meta.get("op_calls", {}).values()))],
+        [
+            "operator calls",
+            str(sum(meta.get("op_calls", {}).values())),
+            str(sum(parity.train_meta.get("op_calls", {}).values())),
+        ],
     ]
     setting = {
         "model": parity.request.model,
@@ -152,7 +171,10 @@ def page(result: Result, command: str) -> str:
         ("What the engine did", _html_table(counters_table(result))),
         ("Layouts", _html_table(sides)),
         ("Settings", _html_pairs(setting)),
-        ("Numerics contract", f"<p>fingerprint <code>{contract['fingerprint']}</code></p>" + _html_pairs(contract["constants"])),
+        (
+            "Numerics contract",
+            f"<p>fingerprint <code>{contract['fingerprint']}</code></p>" + _html_pairs(contract["constants"]),
+        ),
         ("Versions", _html_pairs(installed)),
         ("Command", f"<pre>{html.escape(command)}</pre>"),
     ]
@@ -186,12 +208,21 @@ def _flat(value: Any) -> str:
 def _html_table(table: Sequence[Sequence[str]]) -> str:
     def row(cells: Sequence[str], tag: str) -> str:
         classes = ["", *[' class="number"'] * (len(cells) - 1)]
-        return "<tr>" + "".join(f"<{tag}{c}>{html.escape(cell)}</{tag}>" for cell, c in zip(cells, classes, strict=True)) + "</tr>"
+        return (
+            "<tr>"
+            + "".join(f"<{tag}{c}>{html.escape(cell)}</{tag}>" for cell, c in zip(cells, classes, strict=True))
+            + "</tr>"
+        )
 
     return "<table>" + row(table[0], "th") + "".join(row(cells, "td") for cells in table[1:]) + "</table>"
 
 
 def _html_pairs(pairs: Mapping[str, Any]) -> str:
-    return "<table>" + "".join(
-        f"<tr><td>{html.escape(str(k))}</td><td><code>{html.escape(_flat(v))}</code></td></tr>" for k, v in pairs.items()
-    ) + "</table>"
+    return (
+        "<table>"
+        + "".join(
+            f"<tr><td>{html.escape(str(k))}</td><td><code>{html.escape(_flat(v))}</code></td></tr>"
+            for k, v in pairs.items()
+        )
+        + "</table>"
+    )

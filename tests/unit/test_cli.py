@@ -20,7 +20,19 @@ from mindspeed_tpi.parity import driver
 from mindspeed_tpi.parity.request import EngineOptions
 from tests.unit.engines import Engines, write_config
 
-SCHEMA = {"tokens", "nonzero", "max_abs", "mean_abs", "contract", "model", "train", "rollout", "backend", "op_calls", "seconds"}
+SCHEMA = {
+    "tokens",
+    "nonzero",
+    "max_abs",
+    "mean_abs",
+    "contract",
+    "model",
+    "train",
+    "rollout",
+    "backend",
+    "op_calls",
+    "seconds",
+}
 
 
 @pytest.fixture
@@ -117,11 +129,24 @@ def test_json_and_stock(model: Path, engines: Engines, tmp_path: Path) -> None:
     assert found["op_calls"] == {"rollout": {"linear": 5}, "train": {"linear": 7}}
     assert found["seconds"].keys() == {"rollout", "train", "wall"}
     modes = [(module, environment["MINDSPEED_TPI"], request.stock) for module, environment, request in engines.seen]
-    assert modes == [("engine", "0", True), ("trainer", "0", True), ("engine", "strict", False), ("trainer", "strict", False)]
+    assert modes == [
+        ("engine", "0", True),
+        ("trainer", "0", True),
+        ("engine", "strict", False),
+        ("trainer", "strict", False),
+    ]
 
 
 def test_engine_options_pass_through(model: Path, engines: Engines) -> None:
-    options = ["--max-num-seqs", "3", "--max-num-batched-tokens", "64", "--block-size", "96", "--no-enable-prefix-caching"]
+    options = [
+        "--max-num-seqs",
+        "3",
+        "--max-num-batched-tokens",
+        "64",
+        "--block-size",
+        "96",
+        "--no-enable-prefix-caching",
+    ]
     assert parity(model, *options, "--dtype", "float16", "--temperature", "0.7", "--seed", "5") == 0
     request = engines.seen[0][2]
     assert request.engine == EngineOptions(

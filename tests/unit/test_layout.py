@@ -66,7 +66,9 @@ def test_the_rollout_refuses_keys_it_cannot_have(key: str) -> None:
         Layout.parse(f"{key}={DEFAULTS[key]}", "rollout")
 
 
-@pytest.mark.parametrize("item", ["tp=2", "sp=1", "ep=2", "etp=2", "cp=2", "pp=2", "vpp=2", "dp=2", "cp_type=a2a", "dispatcher=allgather"])
+@pytest.mark.parametrize(
+    "item", ["tp=2", "sp=1", "ep=2", "etp=2", "cp=2", "pp=2", "vpp=2", "dp=2", "cp_type=a2a", "dispatcher=allgather"]
+)
 def test_what_is_not_supported_yet_is_refused_by_name(item: str) -> None:
     with pytest.raises(LayoutError, match=f"{item} is not supported yet; {item.partition('=')[0]} can be"):
         Layout.parse(item, "train")

@@ -1,0 +1,88 @@
+"""Writes the pages of docs/ that are tables of what the code declares: `python docs/gen_tables.py [--check]`.
+
+With `--check` nothing is written; exit status 1 names the pages that are out of date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from mindspeed_tpi import envs, patches
+from mindspeed_tpi.ops import _schemas, backends
+from mindspeed_tpi.patching import Patch
+from mindspeed_tpi.platform import cpu
+
+DOCS = Path(__file__).resolve().parent
+NOTE = "<!-- Written by docs/gen_tables.py; do not edit. -->"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def env_flags() -> str:
+    rows = [
+        [
+            f"`{flag.name}`",
+            f"`{flag.default}`" if flag.default else "",
+            ", ".join(f"`{c}`" for c in flag.choices),
+            flag.doc,
+        ]
+        for flag in envs.FLAGS
+    ]
+    return "# Environment flags\n\n" + table(["flag", "default", "values", "meaning"], rows)
+
+
+def patch_table() -> str:
+    def rows(group: Iterable[Patch]) -> list[list[str]]:
+        return [[f"`{p.target}`", p.kind, f"`{p.versions}`", p.reason, p.until] for p in group]
+
+    header = ["target", "kind", "versions", "why the bits would differ", "goes when"]
+    parts = [f"## {name}\n\n{table(header, rows(patches.declared((name,))))}" for name in patches.UPSTREAMS]
+    parts.append(
+        "## Platform shim\n\nLets Megatron-core run where there is no accelerator; decides no bits.\n\n"
+        + table([*header[:3], "why", header[4]], rows(cpu.PATCHES))
+    )
+    return (
+        "# Patches\n\nEach is declared next to its replacement; `mindspeed-tpi doctor` says which are applied.\n\n"
+        + "\n\n".join(parts)
+    )
+
+
+def operators() -> str:
+    ours = {name: path for name, path in sorted(backends.available().items()) if path.startswith("mindspeed_tpi.")}
+    modules = [importlib.import_module(path) for path in ours.values()]
+    rows = [[f"`{op}`", *("yes" if hasattr(module, op) else "" for module in modules)] for op in _schemas.OPS]
+    return (
+        "# Operators and backends\n\nWhat each computes, in which order: [op-schemas.md](op-schemas.md).\n\n"
+        + table(["operator", *ours], rows)
+    )
+
+
+PAGES = {"env-flags.md": env_flags, "patches.md": patch_table, "operators.md": operators}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is out of date")
+    check = parser.parse_args().check
+    stale = []
+    for name, make in PAGES.items():
+        path, text = DOCS / name, f"{NOTE}\n\n{make()}\n"
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            stale.append(name)
+            if not check:
+                path.write_text(text, encoding="utf-8")
+    if check and stale:
+        print(f"out of date: {', '.join(stale)}; run python docs/gen_tables.py", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
