@@ -46,7 +46,8 @@ def write_model(
     """Write `config.json` and `model.safetensors` of a random dense decoder.
 
     Weights are normal with deviation `std` (output projection twice that), norm weights 1 ± 0.2, attention biases
-    (qwen2) normal with deviation 0.2. qwen2's head_dim is hidden / heads, whatever is asked for. `window` is the sliding window of mistral. Equal arguments give equal files.
+    (qwen2) normal with deviation 0.2. qwen2's head_dim is hidden / heads, whatever is asked for. `window` is the
+    sliding window of mistral. Equal arguments give equal files.
     """
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)

@@ -35,10 +35,11 @@ def config(family: str = "LlamaForCausalLM", **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(tmp_path: Path, family: str) -> None:
     profile = Profile.load(write_model(tmp_path, family, layers=1, hidden=96, ffn=96))
-    assert (profile.heads, profile.kv_heads, profile.head_dim, profile.vocab) == (6, 2, 128, 500)
+    head_dim = 16 if family == "qwen2" else 128
+    assert (profile.heads, profile.kv_heads, profile.head_dim, profile.vocab) == (6, 2, head_dim, 500)
     assert profile.qkv_bias == (family == "qwen2") and profile.qk_norm == (family == "qwen3")
     assert profile.tied == (family == "llama-tied") and profile.window == (48 if family == "mistral" else 0)
-    assert profile.rope.theta == 1e6 and profile.rope.rotary_dim == 128
+    assert profile.rope.theta == 1e6 and profile.rope.rotary_dim == head_dim
     assert profile.contract().rope_table == table_hash(profile.rope)
     assert contract.current().rope_table == ""
 
