@@ -9,7 +9,7 @@ namespace tpi {
 namespace TPI_NS {
 namespace gemm {
 
-// Rows of a register tile that is 1, 2 or 3 vectors wide: accumulators, vectors of B and one broadcast fit the registers.
+// Rows of a register tile 1, 2 or 3 vectors wide: accumulators, vectors of B and one broadcast fill the registers.
 #if defined(TPI_ISA_AVX512)
 constexpr int kTileRows[4] = {0, 24, 14, 8};
 #elif defined(TPI_ISA_AVX2)
@@ -21,11 +21,12 @@ constexpr int kTileRows[4] = {0, 4, 2, 1};
 #endif
 
 constexpr i64 kBlockK = 256;         // largest piece of the reduction that is packed at a time
+constexpr int kInnerLevels = 8;      // log2(kBlockK)
 constexpr i64 kBlockLanes = 768;     // lanes of B packed at a time
 constexpr i64 kBlockRows = 768;      // rows of C in flight
 constexpr i64 kPackRows = 96;        // rows of A packed at a time
-constexpr i64 kStreamRows = 48;      // the same when all of B fits kResident
-constexpr i64 kResident = 64 * 1024;  // floats of B that stay in the L2 cache
+constexpr i64 kStreamRows = 48;      // the same when B is packed once for all rows
+constexpr i64 kResident = 64 * 1024;  // floats of B that stay in the L2 cache: packed once
 constexpr i64 kInPlaceLanes = 128;   // up to here an f32 A is read in place
 
 inline i64 min_of(i64 a, i64 b) { return a < b ? a : b; }
@@ -160,14 +161,17 @@ TPI_INLINE inline void tile_root(const Reduction& red, i64 g, Level level, vf (&
 // One register tile over the block [k0, k1). `outer` holds this tile's stored levels inner, inner + 1, …, and then the
 // running sum of an unfinished leaf or, after the last block, the result; `stride` floats from one to the next.
 template <int R, int P>
-void tile(const Reduction& red, i64 k0, i64 k1, const float* a, i64 a_stride, const float* b, float* outer, i64 stride) {
-  alignas(64) float near[10 * R * P * W];  // levels below `inner`
+void tile(const Reduction& red, i64 k0, i64 k1, const float* a, i64 a_stride, const float* b, float* outer,
+          i64 stride) {
+  alignas(64) float near[kInnerLevels * R * P * W];  // levels below `inner`
   float* total = outer + (red.levels - red.inner) * stride;
   auto level = [&](int l) { return l < red.inner ? near + l * (R * P * W) : outer + (l - red.inner) * stride; };
   vf acc[R][P];
   i64 g = k0 / red.leaf;
-  if (k0 % red.leaf) tile_load(total, acc);
-  else tile_clear(acc);
+  if (k0 % red.leaf)
+    tile_load(total, acc);
+  else
+    tile_clear(acc);
   for (i64 k = k0;; ++g) {
     i64 leaf_end = (g + 1) * red.leaf, end = min_of(leaf_end, k1);
     chain<R, P>(a + (k - k0), a_stride, b + (k - k0) * (P * W), end - k, acc);
@@ -188,8 +192,10 @@ void tile(const Reduction& red, i64 k0, i64 k1, const float* a, i64 a_stride, co
 }
 template <int R, int P, class... Args>
 TPI_INLINE inline void tile_of(int rows, Args... args) {
-  if (rows == R) tile<R, P>(args...);
-  else if constexpr (R > 1) tile_of<R - 1, P>(rows, args...);
+  if (rows == R)
+    tile<R, P>(args...);
+  else if constexpr (R > 1)
+    tile_of<R - 1, P>(rows, args...);
 }
 
 // ---- packing ----
@@ -267,9 +273,10 @@ struct Operand {
 // C for rows [r0, r1) and lanes [l0, l1) on the calling thread. finish(r, rows, l, lanes, c, ld) takes the results of a
 // panel, c[rows][ld]. False when memory is short.
 template <class T, class Finish>
-bool reduce_block(const Reduction& red, Operand<T> A, i64 r0, i64 r1, Operand<T> B, i64 l0, i64 l1, const Finish& finish) {
+bool reduce_block(const Reduction& red, Operand<T> A, i64 r0, i64 r1, Operand<T> B, i64 l0, i64 l1,
+                  const Finish& finish) {
   const i64 lanes_max = round_up(min_of(l1 - l0, kBlockLanes), W);
-  const bool resident = lanes_max * red.n <= kResident;
+  const bool resident = red.n <= red.block || lanes_max * red.n <= kResident;
   const bool in_place = sizeof(T) == sizeof(float) && A.k_dense && l1 - l0 <= kInPlaceLanes;
   const i64 rows_max = min_of(r1 - r0, resident ? kStreamRows : kBlockRows);
   const i64 pack_ld = round_up(red.block, 16) + 16;  // off the power-of-two strides that share cache sets
@@ -289,8 +296,10 @@ bool reduce_block(const Reduction& red, Operand<T> A, i64 r0, i64 r1, Operand<T>
       for (i64 v = 0; v < vectors; v += panel_vectors(v)) {
         const i64 width = panel_vectors(v) * W, l = lb + v * W, n = min_of(l1 - l, width);
         float* d = dst + v * W * (k1 - k0);
-        if (B.k_dense) pack_transposed(B.at(l, k0), B.ld, n, k1 - k0, d, width);
-        else pack_copied(B.at(l, k0), B.ld, k1 - k0, n, d, width);
+        if (B.k_dense)
+          pack_transposed(B.at(l, k0), B.ld, n, k1 - k0, d, width);
+        else
+          pack_copied(B.at(l, k0), B.ld, k1 - k0, n, d, width);
       }
     };
     if (resident)
@@ -323,9 +332,12 @@ bool reduce_block(const Reduction& red, Operand<T> A, i64 r0, i64 r1, Operand<T>
               const float* ar = a + r * a_ld;
               const float* bv = b + v * W * (k1 - k0);
               float* s = sums + v * W * rows + (rp + r) * width;
-              if (P == 2) tile_of<kTileRows[2], 2>(R, red, k0, k1, ar, a_ld, bv, s, level_size);
-              else if (P == 1) tile_of<kTileRows[1], 1>(R, red, k0, k1, ar, a_ld, bv, s, level_size);
-              else tile_of<kTileRows[3], 3>(R, red, k0, k1, ar, a_ld, bv, s, level_size);
+              if (P == 2)
+                tile_of<kTileRows[2], 2>(R, red, k0, k1, ar, a_ld, bv, s, level_size);
+              else if (P == 1)
+                tile_of<kTileRows[1], 1>(R, red, k0, k1, ar, a_ld, bv, s, level_size);
+              else
+                tile_of<kTileRows[3], 3>(R, red, k0, k1, ar, a_ld, bv, s, level_size);
             }
           }
         }
