@@ -16,16 +16,13 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 LIBRARY = "mindspeed_tpi/lib/libmindspeed_tpi.so"
-FLAGS = (
-    "-std=c++17 -fPIC -fopenmp -ffp-contract=off -fno-math-errno -fvisibility=hidden -fvisibility-inlines-hidden "
-    "-Wall -Wextra -Wno-unknown-pragmas -Wno-uninitialized -Wno-maybe-uninitialized -Wno-psabi"
-).split()
+FLAGS = ["-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-uninitialized", "-Wno-maybe-uninitialized", "-Wno-psabi"]
 # Compiler flags of each level of kernels/include/tpi/isa.h. Level 0 is the fallback of very old CPUs: quick to compile.
 LEVELS = {
     "x86_64": {
         0: ["-O1"],
         1: ["-O3", "-mavx2", "-mfma", "-mf16c", "-mtune=haswell"],
-        2: ["-O3", *"-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c -mprefer-vector-width=512".split()],
+        2: ["-O3", *["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-mprefer-vector-width=512"]],
     },
     "aarch64": {0: ["-O1"], 1: ["-O3"]},
 }
@@ -41,7 +38,9 @@ def build_native(target: Path, objects: Path) -> None:
         raise SystemExit(f"mindspeed_tpi: no kernels for machine {machine!r}; there are some for {', '.join(LEVELS)}")
     compiler = shlex.split(os.environ.get("CXX", "g++"))
     include = ROOT / "kernels" / "include"
-    headers = b"".join(p.read_bytes() for p in sorted([*include.rglob("*"), *(ROOT / "kernels/cpu").glob("*.h")]) if p.is_file())
+    headers = b"".join(
+        p.read_bytes() for p in sorted([*include.rglob("*"), *(ROOT / "kernels/cpu").glob("*.h")]) if p.is_file()
+    )
     jobs: list[tuple[Path, list[str]]] = []
     linked: list[str] = []
     sources = sorted((ROOT / "kernels/cpu").glob("*.cpp"))

@@ -105,7 +105,15 @@ def random_model(directory: Path) -> str:
     sys.path.insert(0, str(ROOT))
     from tests.models import write_model
 
-    shape: dict[str, Any] = {"layers": 30, "hidden": 576, "heads": 9, "kv_heads": 3, "head_dim": 64, "ffn": 1536, "vocab": 49_152}
+    shape: dict[str, Any] = {
+        "layers": 30,
+        "hidden": 576,
+        "heads": 9,
+        "kv_heads": 3,
+        "head_dim": 64,
+        "ffn": 1536,
+        "vocab": 49_152,
+    }
     return str(write_model(directory / "model", "llama-tied", std=0.04, **shape))
 
 
@@ -136,7 +144,9 @@ def main() -> None:
         results: dict[bool, list[dict[str, float]]] = {True: [], False: []}
         for turn in range(options.rounds):
             for stock in (True, False):
-                print(f"round {turn + 1}/{options.rounds}, {'stock' if stock else 'parity'}", file=sys.stderr, flush=True)
+                print(
+                    f"round {turn + 1}/{options.rounds}, {'stock' if stock else 'parity'}", file=sys.stderr, flush=True
+                )
                 rollout = Path(directory) / f"{stock}.safetensors"
                 sides = [child(side, model, stock, rollout) for side in ("engine", "trainer")]
                 results[stock].append({k: v for side in sides for k, v in side.items()})

@@ -130,7 +130,13 @@ def elementwise_cases(quick: bool) -> Iterator[Pair]:
     for dtype in (BF16, F32):
         for t in (1, 512):
             x, w = torch.randn(t, 2048).to(dtype), torch.randn(2048).to(dtype)
-            yield "rms_norm", f"{name(dtype)} {t}x2048", lambda: ops.rms_norm(x, w, 1e-6), lambda: F.rms_norm(x, (2048,), w, 1e-6), 0.6
+            yield (
+                "rms_norm",
+                f"{name(dtype)} {t}x2048",
+                lambda: ops.rms_norm(x, w, 1e-6),
+                lambda: F.rms_norm(x, (2048,), w, 1e-6),
+                0.6,
+            )
         x = torch.randn(512, 2 * 768).to(dtype)
         yield "swiglu", f"{name(dtype)} 512x768", lambda: ops.swiglu(x), lambda: F.silu(x[:, :768]) * x[:, 768:], None
     cos, sin = ops.rope_tables(ops.RopeConfig(128, 1e6, 4096))
@@ -180,7 +186,8 @@ def line(row: Row) -> str:
 
 def host() -> str:
     model = next(
-        (text.split(":")[1].strip() for text in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in text), platform.machine()
+        (text.split(":")[1].strip() for text in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in text),
+        platform.machine(),
     )
     capability = torch.backends.cpu.get_cpu_capability()
     return f"{model}, torch {torch.__version__} ({capability}), backend {ops.backends.active().describe().get('isa')}"
@@ -196,7 +203,9 @@ def plot(rows: list[Row], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(9, 0.22 * len(rows) + 1.2))
     colours = ["#3a7d44" if r.goal is None or r.ratio <= r.goal else "#c0504d" for r in rows]
     axes.barh(labels, [r.ratio for r in rows], color=colours)
-    axes.scatter([r.goal for r in rows if r.goal], [i for i, r in enumerate(rows) if r.goal], marker="|", color="black", s=60)
+    axes.scatter(
+        [r.goal for r in rows if r.goal], [i for i, r in enumerate(rows) if r.goal], marker="|", color="black", s=60
+    )
     axes.axvline(1.0, color="grey", linewidth=0.8)
     axes.set_xlabel("time, mindspeed_tpi / torch (bar: goal)")
     axes.invert_yaxis()

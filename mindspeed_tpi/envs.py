@@ -54,7 +54,9 @@ BACKEND = Flag(
     "Operator backend: `auto` takes the native one of the device; `reference` is the slow oracle.",
 )
 CONTRACT = Flag(
-    "MINDSPEED_TPI_CONTRACT", "", "Overrides of contract constants: a JSON object, or the path of a file that holds one."
+    "MINDSPEED_TPI_CONTRACT",
+    "",
+    "Overrides of contract constants: a JSON object, or the path of a file that holds one.",
 )
 LOG = Flag(
     "MINDSPEED_TPI_LOG", "warning", "Log level of the `mindspeed_tpi` logger.", ("debug", "info", "warning", "error")

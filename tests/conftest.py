@@ -5,4 +5,4 @@ import os
 os.environ.setdefault("MINDSPEED_TPI", "strict")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import mindspeed_tpi  # noqa: E402, F401
+import mindspeed_tpi  # noqa: F401

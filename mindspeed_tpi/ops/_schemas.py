@@ -205,9 +205,7 @@ def embedding(weight: Tensor, ids: Tensor, vocab_start: int, vocab_size: int) ->
     return weight.new_empty((*ids.shape, weight.shape[1]))
 
 
-@_define(
-    "embedding_dw(Tensor dy, Tensor ids, Tensor(a!) grad, int vocab_start, int batch, Tensor? row_offsets) -> ()"
-)
+@_define("embedding_dw(Tensor dy, Tensor ids, Tensor(a!) grad, int vocab_start, int batch, Tensor? row_offsets) -> ()")
 def embedding_dw(
     dy: Tensor, ids: Tensor, grad: Tensor, vocab_start: int, batch: int, row_offsets: Tensor | None
 ) -> None:

@@ -38,6 +38,4 @@ def _backward(ctx: Any, dy: Tensor) -> Tensor:
     return schemas.swiglu_backward(dy, *ctx.saved_tensors)
 
 
-torch.library.register_autograd(
-    f"{schemas.NAMESPACE}::swiglu", _backward, setup_context=_setup, lib=schemas.LIBRARY
-)
+torch.library.register_autograd(f"{schemas.NAMESPACE}::swiglu", _backward, setup_context=_setup, lib=schemas.LIBRARY)

@@ -106,6 +106,4 @@ def _backward(ctx: Any, dout: Tensor, dm: Tensor, dl: Tensor) -> tuple[Any, ...]
     return (*_gradients(ctx, dout), None, None, None, None, None)
 
 
-torch.library.register_autograd(
-    f"{schemas.NAMESPACE}::attention", _backward, setup_context=_setup, lib=schemas.LIBRARY
-)
+torch.library.register_autograd(f"{schemas.NAMESPACE}::attention", _backward, setup_context=_setup, lib=schemas.LIBRARY)

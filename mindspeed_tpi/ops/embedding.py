@@ -48,9 +48,7 @@ def _gradient(ctx: Any, dy: Tensor) -> Tensor:
     vocab_start, batch = ctx.options
     return parameter_gradient(
         weight,
-        lambda g: schemas.embedding_dw(
-            dy.reshape(-1, dy.shape[-1]), ids.reshape(-1), g, vocab_start, batch, None
-        ),
+        lambda g: schemas.embedding_dw(dy.reshape(-1, dy.shape[-1]), ids.reshape(-1), g, vocab_start, batch, None),
     )
 
 
@@ -63,6 +61,4 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     return _gradient(ctx, dy), None, None, None
 
 
-torch.library.register_autograd(
-    f"{schemas.NAMESPACE}::embedding", _backward, setup_context=_setup, lib=schemas.LIBRARY
-)
+torch.library.register_autograd(f"{schemas.NAMESPACE}::embedding", _backward, setup_context=_setup, lib=schemas.LIBRARY)

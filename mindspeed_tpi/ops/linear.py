@@ -76,9 +76,7 @@ def _gradients(
     if ctx.needs_input_grad[1]:
         dw = parameter_gradient(weight, lambda g: linear_dw(dy, x, g, batch=batch, row_offsets=row_offsets))
     if bias is not None and ctx.needs_input_grad[2]:
-        db = parameter_gradient(
-            bias, lambda g: linear_db(dy, g, batch=batch, row_offsets=row_offsets, spans=spans())
-        )
+        db = parameter_gradient(bias, lambda g: linear_db(dy, g, batch=batch, row_offsets=row_offsets, spans=spans()))
     return dx, dw, db
 
 
@@ -112,6 +110,4 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     return (*_gradients(ctx, dy, None, 1, None), None, None, None)
 
 
-torch.library.register_autograd(
-    f"{schemas.NAMESPACE}::linear", _backward, setup_context=_setup, lib=schemas.LIBRARY
-)
+torch.library.register_autograd(f"{schemas.NAMESPACE}::linear", _backward, setup_context=_setup, lib=schemas.LIBRARY)

@@ -16,9 +16,7 @@ from mindspeed_tpi.ops.linear import linear_dw
 CHUNK_ELEMENTS = 1 << 24  # logits held at once by the fused form: 64 MiB of f32
 
 
-def token_logprob(
-    logits: Tensor, tokens: Tensor, temperature: Tensor | None = None, *, entropy: bool = False
-) -> Any:
+def token_logprob(logits: Tensor, tokens: Tensor, temperature: Tensor | None = None, *, entropy: bool = False) -> Any:
     """log softmax(logits / temperature) at the chosen tokens.
 
     Args:
@@ -93,9 +91,7 @@ class _TokenLogprob(torch.autograd.Function):
         ctx: Any, logits: Tensor, tokens: Tensor, temperature: Tensor | None, entropy: bool
     ) -> tuple[Tensor, Tensor]:
         cut = contract.current().vocab_leaves(logits.shape[1])
-        logprob, ent, largest, total = schemas.token_logprob(
-            logits, tokens, temperature, cut.size, cut.count, entropy
-        )
+        logprob, ent, largest, total = schemas.token_logprob(logits, tokens, temperature, cut.size, cut.count, entropy)
         ctx.save_for_backward(logits, tokens, temperature, ent, largest, total)
         return logprob, ent
 
@@ -103,7 +99,16 @@ class _TokenLogprob(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         logits, tokens, temperature, ent, largest, total = ctx.saved_tensors
         dlogits = schemas.vocab_logprob_backward(
-            logits, tokens, largest, total, ent, grads[0], _entropy_gradient(ent, grads[1]), temperature, 0, logits.dtype
+            logits,
+            tokens,
+            largest,
+            total,
+            ent,
+            grads[0],
+            _entropy_gradient(ent, grads[1]),
+            temperature,
+            0,
+            logits.dtype,
         )
         return dlogits, None, None, None
 
@@ -157,7 +162,11 @@ class _LinearLogprob(torch.autograd.Function):
                 if accumulate is not None:
                     linear_dw(dlogits, hidden, accumulate[start:stop], batch=ctx.batch)
 
-        dweight = parameter_gradient(weight, blocks) if ctx.needs_input_grad[1] else blocks(None)
+        dweight = None
+        if ctx.needs_input_grad[1]:
+            dweight = parameter_gradient(weight, blocks)
+        else:
+            blocks(None)
         dhidden = tree.root().to(hidden.dtype) if ctx.needs_input_grad[0] else None
         return dhidden, dweight, None, None, None, None, None
 
@@ -178,5 +187,3 @@ class _Tree:
     def root(self) -> Tensor:
         ((_, node),) = self._nodes
         return node
-
-

@@ -26,9 +26,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, batch: int = 1, per_head:
     return result
 
 
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, batch: int = 1
-) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, batch: int = 1) -> tuple[Tensor, Tensor]:
     """(norm of the rounded x + residual, that sum). x, residual: [*, H]."""
     if needs_grad(x, residual, weight):
         pair: tuple[Tensor, Tensor] = _AddRMSNorm.apply(x, residual, weight, eps, batch)
@@ -37,9 +35,7 @@ def add_rms_norm(
     return y, total
 
 
-def rms_norm_dw(
-    dy: Tensor, x: Tensor, rstd: Tensor, grad: Tensor, *, batch: int = 1, per_head: bool = False
-) -> None:
+def rms_norm_dw(dy: Tensor, x: Tensor, rstd: Tensor, grad: Tensor, *, batch: int = 1, per_head: bool = False) -> None:
     """Add the weight gradient to the f32 `grad` [H]; dy, x [*, H], or `per_head` [T, heads, H]."""
     if not per_head:
         dy, x, rstd = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1]), rstd.reshape(-1)
@@ -61,9 +57,7 @@ class _RMSNorm(torch.autograd.Function):
 
 class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float, batch: int
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float, batch: int) -> tuple[Tensor, Tensor]:
         y, total, rstd = schemas.add_rms_norm(x, residual, weight, eps)
         ctx.save_for_backward(total, weight, rstd)
         ctx.batch = batch
@@ -75,9 +69,7 @@ class _AddRMSNorm(torch.autograd.Function):
         return dx, dx, dw, None, None
 
 
-def _gradients(
-    ctx: Any, dy: Tensor, dskip: Tensor | None, batch: int, per_head: bool
-) -> tuple[Tensor, Tensor | None]:
+def _gradients(ctx: Any, dy: Tensor, dskip: Tensor | None, batch: int, per_head: bool) -> tuple[Tensor, Tensor | None]:
     x, weight, rstd = ctx.saved_tensors
     dw = None
     if weight.requires_grad:
@@ -104,9 +96,7 @@ def _backward_add(ctx: Any, dy: Tensor, dtotal: Tensor, drstd: Tensor) -> tuple[
     return dx, dx, dw, None
 
 
-torch.library.register_autograd(
-    f"{schemas.NAMESPACE}::rms_norm", _backward, setup_context=_setup, lib=schemas.LIBRARY
-)
+torch.library.register_autograd(f"{schemas.NAMESPACE}::rms_norm", _backward, setup_context=_setup, lib=schemas.LIBRARY)
 torch.library.register_autograd(
     f"{schemas.NAMESPACE}::add_rms_norm", _backward_add, setup_context=_setup_add, lib=schemas.LIBRARY
 )

@@ -168,6 +168,4 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     return schemas.rope(dy, *ctx.saved_tensors, not ctx.inverse), None, None, None, None
 
 
-torch.library.register_autograd(
-    f"{schemas.NAMESPACE}::rope", _backward, setup_context=_setup, lib=schemas.LIBRARY
-)
+torch.library.register_autograd(f"{schemas.NAMESPACE}::rope", _backward, setup_context=_setup, lib=schemas.LIBRARY)

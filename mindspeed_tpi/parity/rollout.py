@@ -57,12 +57,18 @@ class Rollout:
         for name, dtype in _DTYPES.items():
             tensor = getattr(self, name)
             if tensor.dtype != dtype or tensor.dim() != 1:
-                raise InputError(f"rollout field {name} must be a 1-D {dtype} tensor, got {tensor.dtype} {tuple(tensor.shape)}")
+                raise InputError(
+                    f"rollout field {name} must be a 1-D {dtype} tensor, got {tensor.dtype} {tuple(tensor.shape)}"
+                )
         total, sequences = self.token_ids.numel(), self.prompt_lengths.numel()
         if self.offsets.numel() != sequences + 1 or int(self.offsets[0]) != 0 or int(self.offsets[-1]) != total:
             raise InputError(f"rollout offsets must run from 0 to {total} over {sequences} sequences")
         lengths = self.offsets.diff()
-        if bool((lengths < 1).any()) or bool((self.prompt_lengths < 1).any()) or bool((self.prompt_lengths > lengths).any()):
+        if (
+            bool((lengths < 1).any())
+            or bool((self.prompt_lengths < 1).any())
+            or bool((self.prompt_lengths > lengths).any())
+        ):
             raise InputError("every rollout sequence needs at least one prompt token and no more prompt than tokens")
         for name in ("positions", "logprobs", "weight_versions"):
             if getattr(self, name).numel() != total:
@@ -77,7 +83,9 @@ class Rollout:
     def generated(self) -> Tensor:
         """bool [N]: tokens the engine sampled."""
         starts = self.offsets[:-1].repeat_interleave(self.offsets.diff())
-        return torch.arange(self.token_ids.numel()) - starts >= self.prompt_lengths.repeat_interleave(self.offsets.diff())
+        return torch.arange(self.token_ids.numel()) - starts >= self.prompt_lengths.repeat_interleave(
+            self.offsets.diff()
+        )
 
     def check_contract(self, contract: NumericsContract, source: str) -> None:
         """Refuse a rollout that another contract produced.
@@ -87,7 +95,9 @@ class Rollout:
         """
         recorded = self.meta.get("contract")
         if recorded is None:
-            raise ContractError(f"{source} carries no numerics contract: it came from a stock engine; run it with MINDSPEED_TPI=strict")
+            raise ContractError(
+                f"{source} carries no numerics contract: it came from a stock engine; run it with MINDSPEED_TPI=strict"
+            )
         contract.check_same(NumericsContract.from_json(json.dumps(recorded)), source)
 
     def save(self, path: str | Path) -> None:
@@ -106,10 +116,14 @@ class Rollout:
             with safe_open(str(path), framework="pt") as file:
                 metadata = file.metadata() or {}
                 if metadata.get("format") != FORMAT:
-                    raise InputError(f"{path} is no rollout record (format {metadata.get('format')!r}, expected {FORMAT!r})")
+                    raise InputError(
+                        f"{path} is no rollout record (format {metadata.get('format')!r}, expected {FORMAT!r})"
+                    )
                 missing = sorted(set(_DTYPES) - set(file.keys()))
                 if missing:
-                    raise InputError(f"{path} lacks the tensors {', '.join(missing)}; it is damaged: make the rollout again")
+                    raise InputError(
+                        f"{path} lacks the tensors {', '.join(missing)}; it is damaged: make the rollout again"
+                    )
                 tensors = {name: file.get_tensor(name) for name in _DTYPES}
         except (OSError, SafetensorError) as error:
             raise InputError(f"cannot read the rollout {path}: {error}") from None

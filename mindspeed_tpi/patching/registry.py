@@ -68,7 +68,9 @@ class Registry:
                 "Import mindspeed_tpi first (MINDSPEED_TPI=1 applies late instead)."
             )
         if late:
-            logger.warning("mindspeed_tpi applies late to %s: models built before this keep stock numerics", ", ".join(late))
+            logger.warning(
+                "mindspeed_tpi applies late to %s: models built before this keep stock numerics", ", ".join(late)
+            )
         self._finder.watched = {p.module for p in waiting}
         self._finder.install()
         for patch in waiting:

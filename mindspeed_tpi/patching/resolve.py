@@ -25,7 +25,9 @@ def holder(target: str) -> tuple[Any, str]:
     *path, name = qualname.split(".")
     for part in path:
         if not hasattr(owner, part):
-            raise PatchError(f"{target}: {part!r} does not exist in the installed upstream; this version is not supported")
+            raise PatchError(
+                f"{target}: {part!r} does not exist in the installed upstream; this version is not supported"
+            )
         owner = getattr(owner, part)
     return owner, name
 

@@ -99,9 +99,7 @@ def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str
                 for name, r in requests.items()
             ]
             run_jobs(jobs, directory)
-            made[key] = {
-                name: Case(r, Rollout.load(directory / f"{name}.safetensors")) for name, r in requests.items()
-            }
+            made[key] = {name: Case(r, Rollout.load(directory / f"{name}.safetensors")) for name, r in requests.items()}
         return made[key]
 
     return make

@@ -17,9 +17,7 @@ from mindspeed_tpi.parity.trainer import Trainer
 from tests.parity.conftest import FAMILY_SCENARIOS, Case, run_jobs
 
 
-def test_update_after_a_training_step(
-    rollouts: Callable[..., dict[str, Case]], tmp_path: Path
-) -> None:
+def test_update_after_a_training_step(rollouts: Callable[..., dict[str, Case]], tmp_path: Path) -> None:
     case = rollouts("llama-tied", "bfloat16", FAMILY_SCENARIOS)["crowded"]
     trainer = Trainer(case.request)
     before = trainer.logprobs(case.rollout)

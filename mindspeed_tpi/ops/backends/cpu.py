@@ -257,20 +257,39 @@ def linear_dx(dy: Tensor, weight: Tensor, leaf: int, leaves: int, out_dtype: tor
     code = _code("linear_dx", dy, weight)
     n, k = weight.shape
     if dy.shape[-1] != n:
-        raise _refuse("linear_dx", f"dy {tuple(dy.shape)} with weight {tuple(weight.shape)}", "dy [*, N], weight [N, K]")
+        raise _refuse(
+            "linear_dx", f"dy {tuple(dy.shape)} with weight {tuple(weight.shape)}", "dy [*, N], weight [N, K]"
+        )
     rows, w = _2d(dy), _2d(weight)
     out_dtype = out_dtype or dy.dtype
     dx = torch.empty((*dy.shape[:-1], k), dtype=out_dtype)
     out = _out_code("linear_dx", out_dtype)
     status = _lib.tpi_linear_dx(
-        code, out, rows.data_ptr(), rows.stride(0), w.data_ptr(), w.stride(0), dx.data_ptr(), k, rows.shape[0], n, k, leaf, leaves
+        code,
+        out,
+        rows.data_ptr(),
+        rows.stride(0),
+        w.data_ptr(),
+        w.stride(0),
+        dx.data_ptr(),
+        k,
+        rows.shape[0],
+        n,
+        k,
+        leaf,
+        leaves,
     )
     _check("linear_dx", status)
     return dx
 
 
 def _check_grad(name: str, grad: Tensor, shape: tuple[int, ...]) -> None:
-    if grad.dtype != torch.float32 or tuple(grad.shape) != shape or grad.device.type != "cpu" or not grad.is_contiguous():
+    if (
+        grad.dtype != torch.float32
+        or tuple(grad.shape) != shape
+        or grad.device.type != "cpu"
+        or not grad.is_contiguous()
+    ):
         raise _refuse(name, f"grad {grad.dtype} {tuple(grad.shape)}", f"a contiguous float32 tensor {shape} on the CPU")
 
 
@@ -331,7 +350,9 @@ def grouped_linear_dx(
     rows, w = _2d(dy), _3d(weight)
     experts, n, k = w.shape
     if rows.shape[1] != n:
-        raise _refuse("grouped_linear_dx", f"dy {tuple(dy.shape)}, weight {tuple(w.shape)}", "dy [P, N], weight [E, N, K]")
+        raise _refuse(
+            "grouped_linear_dx", f"dy {tuple(dy.shape)}, weight {tuple(w.shape)}", "dy [P, N], weight [E, N, K]"
+        )
     table = _offsets("grouped_linear_dx", offsets, experts, rows.shape[0])
     out_dtype = out_dtype or dy.dtype
     dx = torch.zeros((rows.shape[0], k), dtype=out_dtype)
@@ -350,7 +371,9 @@ def tree_sum(parts: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tens
     if count < 1 or count & (count - 1):
         raise _refuse("tree_sum", f"{count} parts", "a power of two")
     if bias is not None and (bias.dim() != 1 or bias.shape[0] != parts.shape[-1]):
-        raise _refuse("tree_sum", f"bias {tuple(bias.shape)} for parts {tuple(parts.shape)}", f"bias [{parts.shape[-1]}]")
+        raise _refuse(
+            "tree_sum", f"bias {tuple(bias.shape)} for parts {tuple(parts.shape)}", f"bias [{parts.shape[-1]}]"
+        )
     parts = parts.contiguous()
     bias = None if bias is None else bias.contiguous()
     y = torch.empty(parts.shape[1:], dtype=out_dtype)
@@ -386,7 +409,9 @@ def _check_seqs(name: str, seqs: Tensor, stride: int, queries: int, keys: int) -
     k_last = torch.where(lines[:, 4] > 0, lines[:, 3] + (lines[:, 4] - 1) * stride, 0)
     outside = (lines < 0).any(1) | ((lines[:, 1] > 0) & (q_last >= queries)) | ((lines[:, 4] > 0) & (k_last >= keys))
     if bool(outside.any()):
-        raise _refuse(name, f"seqs line {table[outside][0].tolist()}", f"ranges within {queries} queries and {keys} keys")
+        raise _refuse(
+            name, f"seqs line {table[outside][0].tolist()}", f"ranges within {queries} queries and {keys} keys"
+        )
     return table
 
 
@@ -451,7 +476,9 @@ def _cache(name: str, kv_cache: Tensor, kv_heads: int, dim: int) -> int:
         raise _refuse(name, f"kv_cache {shape}", f"[blocks, {kv_heads}, page, {2 * dim}]")
     page = shape[2]
     if page % 16 or (128 % page and page % 128):
-        raise _refuse(name, f"pages of {page} slots", "a multiple of 16 that divides 128, or a multiple of 128 (--block-size)")
+        raise _refuse(
+            name, f"pages of {page} slots", "a multiple of 16 that divides 128, or a multiple of 128 (--block-size)"
+        )
     if kv_cache.stride(3) != 1 or kv_cache.stride(2) != 2 * dim:
         raise _refuse(name, f"kv_cache strides {kv_cache.stride()}", "the last two dimensions dense")
     return page
@@ -679,7 +706,9 @@ def embedding_dw(
 def _check_logits(name: str, logits: Tensor, temperature: Tensor | None, **per_row: Tensor | None) -> Tensor:
     _f32(name, logits=logits, temperature=temperature, **per_row)
     for operand, tensor in {"temperature": temperature, **per_row}.items():
-        if tensor is not None and (tensor.dim() != 1 or tensor.shape[0] != logits.shape[0] or not tensor.is_contiguous()):
+        if tensor is not None and (
+            tensor.dim() != 1 or tensor.shape[0] != logits.shape[0] or not tensor.is_contiguous()
+        ):
             raise _refuse(name, f"{operand} {tuple(tensor.shape)}", f"a dense vector of {logits.shape[0]}")
     return _2d(logits)
 
@@ -740,7 +769,13 @@ def vocab_logprob_backward(
     grad_logprob = grad_logprob.contiguous()
     grad_entropy = None if grad_entropy is None else grad_entropy.contiguous()
     z = _check_logits(
-        "vocab_logprob_backward", logits, temperature, max=max, S=S, grad_logprob=grad_logprob, grad_entropy=grad_entropy
+        "vocab_logprob_backward",
+        logits,
+        temperature,
+        max=max,
+        S=S,
+        grad_logprob=grad_logprob,
+        grad_entropy=grad_entropy,
     )
     chosen = _integers(tokens, torch.int64)
     dlogits = torch.empty(z.shape, dtype=out_dtype)
@@ -758,7 +793,9 @@ def token_logprob(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if tokens.numel() and (int(tokens.min()) < 0 or int(tokens.max()) >= logits.shape[1]):
         raise _refuse(
-            "token_logprob", f"token ids {int(tokens.min())}…{int(tokens.max())}", f"ids below the vocabulary of {logits.shape[1]}"
+            "token_logprob",
+            f"token ids {int(tokens.min())}…{int(tokens.max())}",
+            f"ids below the vocabulary of {logits.shape[1]}",
         )
     largest = vocab_max(logits, temperature)
     total, weighted = vocab_sums(logits, largest, temperature, leaf, leaves, entropy)
