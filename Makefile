@@ -18,8 +18,11 @@ demo: $(VENV)/ready
 test: $(VENV)/ready
 	$(BIN)/python -m pytest
 
+# Resumable: out/long remembers what has passed.
 test-long: $(VENV)/ready
-	$(BIN)/python -m tests.long --minutes 120
+	@command -v aarch64-linux-gnu-g++ qemu-aarch64 >/dev/null || apt-get install -y -q g++-aarch64-linux-gnu qemu-user
+	$(BIN)/python -m tests.native.hashes
+	timeout 120m $(BIN)/python -m tests.ops.long --state out/long --jobs 2
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports && $(BIN)/python docs/gen_tables.py --check

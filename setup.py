@@ -16,13 +16,30 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 LIBRARY = "mindspeed_tpi/lib/libmindspeed_tpi.so"
-FLAGS = ["-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-uninitialized", "-Wno-maybe-uninitialized", "-Wno-psabi"]
+FLAGS = [
+    "-std=c++17",
+    "-fPIC",
+    "-fopenmp",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fvisibility=hidden",
+    "-fvisibility-inlines-hidden",
+    "-Wall",
+    "-Wextra",
+    "-Wno-unknown-pragmas",
+    "-Wno-uninitialized",
+    "-Wno-maybe-uninitialized",
+    "-Wno-psabi",
+]
 # Compiler flags of each level of kernels/include/tpi/isa.h. Level 0 is the fallback of very old CPUs: quick to compile.
 LEVELS = {
     "x86_64": {
         0: ["-O1"],
         1: ["-O3", "-mavx2", "-mfma", "-mf16c", "-mtune=haswell"],
-        2: ["-O3", *["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-mprefer-vector-width=512"]],
+        2: [
+            "-O3",
+            *["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-mprefer-vector-width=512"],
+        ],
     },
     "aarch64": {0: ["-O1"], 1: ["-O3"]},
 }
@@ -75,7 +92,7 @@ class BuildNative(build_ext):
     """Builds the C-ABI library in place of a Python extension module."""
 
     def build_extension(self, ext: Extension) -> None:
-        build_native(Path(self.get_ext_fullpath(ext.name)), Path(self.build_temp) / "kernels")
+        build_native(Path(self.get_ext_fullpath(ext.name)), ROOT / "build" / "kernels")
 
     def get_ext_filename(self, fullname: str) -> str:
         return LIBRARY
@@ -87,18 +104,19 @@ class BuildNative(build_ext):
         """Nothing to copy: an in-place build writes to its final place."""
 
 
-patch_packages = [
-    "mindspeed_tpi.patches",
-    *(f"mindspeed_tpi.patches.{name}" for name in find_packages("patches")),
-]
+if __name__ == "__main__":
+    patch_packages = [
+        "mindspeed_tpi.patches",
+        *(f"mindspeed_tpi.patches.{name}" for name in find_packages("patches")),
+    ]
 
-setup(
-    packages=[
-        *find_packages(include=["mindspeed_tpi", "mindspeed_tpi.*"], exclude=["mindspeed_tpi.patches*"]),
-        *patch_packages,
-    ],
-    package_dir={"mindspeed_tpi.patches": "patches"},
-    py_modules=["mindspeed_tpi_vllm_plugin"],
-    ext_modules=[Extension("mindspeed_tpi.lib.libmindspeed_tpi", sources=[])],
-    cmdclass={"build_ext": BuildNative},
-)
+    setup(
+        packages=[
+            *find_packages(include=["mindspeed_tpi", "mindspeed_tpi.*"], exclude=["mindspeed_tpi.patches*"]),
+            *patch_packages,
+        ],
+        package_dir={"mindspeed_tpi.patches": "patches"},
+        py_modules=["mindspeed_tpi_vllm_plugin"],
+        ext_modules=[Extension("mindspeed_tpi.lib.libmindspeed_tpi", sources=[])],
+        cmdclass={"build_ext": BuildNative},
+    )
