@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from mindspeed_tpi import __version__
 from mindspeed_tpi.cli import demo, doctor, parity
-from mindspeed_tpi.errors import ContractError, InputError, LayoutError
+from mindspeed_tpi.errors import ContractError, InputError, LayoutError, ParityError
 
 NOT_EXACT, BAD_INPUT, FAILED = 1, 2, 3
 
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has gone: nothing more to say
         return 128 + signal.SIGPIPE
     except Exception as error:  # status 1 would read as "not exact"
-        if not isinstance(error, RuntimeError):
+        if not isinstance(error, ParityError):
             traceback.print_exc()
         print(f"error: {error}", file=sys.stderr)
         return FAILED
