@@ -309,7 +309,7 @@ class Forward {
       const vf l = set1(seen ? total.l[r] : 1.0f);
       for_columns(0, h_.D, [&](i64 c, int n) { store_part(out + c, add(div(load(o + c), l), zero()), n); });
       if (out_.m) {
-        narrow(total.m[r], out_.m + query_head * out_.ml_hs + token);
+        narrow(total.m[r] + 0.0f, out_.m + query_head * out_.ml_hs + token);
         narrow(total.l[r], out_.l + query_head * out_.ml_hs + token);
       }
     }

@@ -35,11 +35,13 @@ struct Paged {
     return {query_start_loc[i], queries, seq_lens[i] - queries, seq_lens[i]};
   }
 
-  bool pages_valid(i64 index, i64 window) const {
+  // Whether every page that request `index` can read is in its table and in the cache.
+  bool pages_valid(i64 index, i64 window, i64 bt_width, i64 blocks) const {
     const Line l = line(index);
-    if (l.queries <= 0 || l.keys <= 0) return true;
+    if (l.queries <= 0) return true;
+    if (l.position < 0 || l.keys > bt_width * page) return false;
     for (i64 i = first_key(l.position, window) / page; i * page < l.keys; ++i)
-      if (block_table[index * bt_stride + i] < 0) return false;
+      if (block_table[index * bt_stride + i] < 0 || block_table[index * bt_stride + i] >= blocks) return false;
     return true;
   }
 
@@ -111,8 +113,8 @@ void write(const void* k, i64 k_ts, i64 k_hs, const void* v, i64 v_ts, i64 v_hs,
 
 TPI_EXPORT(paged_attention)
 (int dtype, const void* q, i64 q_ts, i64 q_hs, const void* cache, i64 block_stride, i64 head_stride, i64 page,
- const i32* block_table, i64 bt_stride, const i32* query_start_loc, const i32* seq_lens, i64 n_seqs, void* out, i64 o_ts,
- i64 o_hs, i64 Hq, i64 Hk, i64 D, float scale, i64 window, i64 segment_blocks) {
+ const i32* block_table, i64 bt_stride, i64 bt_width, i64 blocks, const i32* query_start_loc, const i32* seq_lens,
+ i64 n_seqs, void* out, i64 o_ts, i64 o_hs, i64 Hq, i64 Hk, i64 D, float scale, i64 window, i64 segment_blocks) {
   using namespace tpi;
   using namespace tpi::TPI_NS;
   const Heads heads = {Hq, Hk, D, scale, window, segment_blocks};
@@ -122,7 +124,7 @@ TPI_EXPORT(paged_attention)
     const Paged<T> source = {static_cast<const T*>(cache), block_stride, head_stride, page, block_table, bt_stride,
                              query_start_loc, seq_lens, D};
     for (i64 i = 0; i < n_seqs; ++i)
-      if (!source.pages_valid(i, window)) return TPI_BAD_INDEX;
+      if (!source.pages_valid(i, window, bt_width, blocks)) return TPI_BAD_INDEX;
     const Output<T> output = {static_cast<T*>(out), o_ts, o_hs, nullptr, nullptr, 0};
     return Forward<T, Paged<T>>(source, heads, static_cast<const T*>(q), q_ts, q_hs, output).run(n_seqs);
   });

@@ -209,6 +209,7 @@ class Cases {
           Buffer out(d, 6 * Hq * D);
           add("paged_attention", what + " window " + std::to_string(window),
               tpi_paged_attention(d, q, Hq * D, D, cache, block_stride, head_stride, page, table.data(), table_stride,
+                                  table_stride, 1 << 20,
                                   starts, lengths, 2, out, Hq * D, D, Hq, Hk, D, 0.125f, window, 2),
               {&out});
         }

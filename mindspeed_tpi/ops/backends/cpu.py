@@ -30,7 +30,7 @@ _SIGNATURES = {
     "tree_sum": "iipqppqq",
     "attention": "ipqqpqqpqqpqqppqpqqqqqfqq",
     "attention_backward": "ipqqpqqpqqpqqpqqppqpqqppqqipqqqqqfqq",
-    "paged_attention": "ipqqpqqqpqppqpqqqqqfqq",
+    "paged_attention": "ipqqpqqqpqqqppqpqqqqqfqq",
     "paged_cache_write": "ipqqpqqpqqqpqqq",
     "rms_norm": "ipqqpqqpfpppqqq",
     "rms_norm_backward": "ipqqpqqppppqqq",
@@ -534,7 +534,7 @@ def paged_attention(
     out = torch.zeros(q.shape, dtype=q.dtype)
     status = _lib.tpi_paged_attention(
         code, q.data_ptr(), q.stride(0), q.stride(1), kv_cache.data_ptr(), kv_cache.stride(0), kv_cache.stride(1), page,
-        pages.data_ptr(), pages.stride(0), starts.data_ptr(), lengths.data_ptr(), lengths.numel(), out.data_ptr(),
+        pages.data_ptr(), pages.stride(0), pages.shape[1], kv_cache.shape[0], starts.data_ptr(), lengths.data_ptr(), lengths.numel(), out.data_ptr(),
         out.stride(0), out.stride(1), heads, kv_heads, dim, scale, window, segment_blocks,
     )  # fmt: skip
     _check("paged_attention", status)
