@@ -6,6 +6,7 @@ import hashlib
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -98,10 +99,15 @@ class BuildNative(build_ext):
         return LIBRARY
 
     def get_ext_fullpath(self, ext_name: str) -> str:
-        return str((ROOT if self.inplace else Path(self.build_lib)) / LIBRARY)
+        return str(Path(self.build_lib) / LIBRARY)
 
     def copy_extensions_to_source(self) -> None:
-        """Nothing to copy: an in-place build writes to its final place."""
+        """What an editable install adds: the library beside the sources, replaced in one step under running processes."""
+        target = ROOT / LIBRARY
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_suffix(".new")
+        shutil.copy2(Path(self.build_lib) / LIBRARY, partial)
+        partial.replace(target)
 
 
 if __name__ == "__main__":
