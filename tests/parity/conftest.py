@@ -26,8 +26,8 @@ SCENARIOS: dict[str, tuple[list[int], int, dict[str, Any], dict[str, Any]]] = {
     "crowded": (
         EDGES * 4,
         40,
-        {"temperature": 1.0, "max_new_tokens": 8},
-        {"max_num_seqs": 64, "max_num_batched_tokens": 96, "kv_cache_blocks": 40},
+        {"temperature": 1.0, "max_new_tokens": 24},
+        {"max_num_seqs": 64, "max_num_batched_tokens": 96, "kv_cache_blocks": 20, "max_model_len": 256},
     ),
     # big pages, whole prompts, no prefix cache, a few sequences at a time, prompt logprobs
     "plain": (
