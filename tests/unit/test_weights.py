@@ -55,9 +55,7 @@ def test_rows_are_grouped_by_kv_head(checkpoint: Any) -> None:
     prefix = "model.layers.1.self_attn."
     for kind in ("weight", "bias"):
         q, k, v = (tensors[f"{prefix}{n}_proj.{kind}"] for n in "qkv")
-        rows = [
-            t for g in range(2) for t in (q[48 * g : 48 * g + 48], k[16 * g : 16 * g + 16], v[16 * g : 16 * g + 16])
-        ]
+        rows = [t for group in zip(q.chunk(2), k.chunk(2), v.chunk(2), strict=True) for t in group]
         assert torch.equal(getattr(attention.linear_qkv, kind), torch.cat(rows))
     gate, up = (tensors[f"model.layers.1.mlp.{n}_proj.weight"] for n in ("gate", "up"))
     assert torch.equal(model.decoder.layers[1].mlp.linear_fc1.weight, torch.cat((gate, up)))
