@@ -23,12 +23,13 @@ from tests.models import write_model
 
 
 @pytest.fixture
-def unpatched():
-    """This process without any patch; afterwards those that were enabled are enabled again."""
+def unpatched(monkeypatch):
+    """This process without any patch; afterwards those that were enabled are enabled again (late, hence not strict)."""
     before = list(mindspeed_tpi._registries)
     mindspeed_tpi.disable()
     yield
     mindspeed_tpi.disable()
+    monkeypatch.setenv("MINDSPEED_TPI", "1")
     if before:
         mindspeed_tpi.enable(*before)
 
