@@ -292,7 +292,8 @@ def test_children_of_a_failed_engine_end_with_it(tmp_path: Path) -> None:
 def test_a_signal_ends_the_engine_and_its_files(tmp_path: Path, model: Path, number: signal.Signals) -> None:
     """The command is interrupted while its engine, a sleeping process with a child, runs."""
     program = f"""
-import subprocess, sys
+import signal, subprocess, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell starts us with it ignored
 from mindspeed_tpi.parity import driver
 real = driver.launch_process
 def slow(command, environment, log):
