@@ -63,10 +63,11 @@ _SCORES = {"softmax": 0, "sigmoid": 1}
 def _openmp_runtime() -> str:
     """The OpenMP library already in this process (torch's), so that there is one thread pool; else the system's."""
     with open("/proc/self/maps", encoding="utf-8") as maps:
-        for line in maps:
-            path = line.split()[-1]
-            if Path(path).name.startswith(("libgomp", "libomp", "libiomp5")):
-                return path
+        loaded = dict.fromkeys(line.split()[-1] for line in maps)
+    runtimes = [p for p in loaded if Path(p).name.startswith(("libgomp", "libomp", "libiomp5"))]
+    torch_home = str(Path(torch.__file__).parent)  # other packages (sentencepiece) bring runtimes of their own
+    for path in sorted(runtimes, key=lambda p: not p.startswith(torch_home)):
+        return path
     return "libgomp.so.1"
 
 
