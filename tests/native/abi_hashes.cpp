@@ -155,12 +155,12 @@ class Cases {
 
   void attention() {
     // Lines: first query, queries, position, first key, keys. Two packed sequences; the second one is a chunk.
-    const i32 packed[] = {0, 70, 0, 0, 70, 70, 300, 200, 70, 500}, interleaved[] = {0, 140, 0, 0, 140, 1, 140, 0, 1, 140};
+    const i32 packed[] = {0, 70, 0, 0, 70, 70, 90, 210, 70, 300}, interleaved[] = {0, 140, 0, 0, 140, 1, 140, 0, 1, 140};
     struct {
       const i32* seqs;
       i64 lines, stride, Tq, Tk, Hq, Hk, D, window, segment_blocks;
-    } const cases[] = {{packed, 2, 1, 370, 570, 2, 1, 64, 0, 16},
-                       {packed, 2, 1, 370, 570, 3, 1, 40, 150, 2},
+    } const cases[] = {{packed, 2, 1, 160, 370, 2, 1, 64, 0, 16},
+                       {packed, 2, 1, 160, 370, 3, 1, 40, 150, 2},
                        {interleaved, 2, 2, 280, 280, 4, 2, 16, 0, 1}};
     for (int d : kDtypes) {
       for (auto& c : cases) {
