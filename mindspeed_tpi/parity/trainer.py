@@ -331,6 +331,7 @@ def _check_stock_rope(rope: ops.RopeConfig) -> None:
 def _start_megatron() -> None:
     """One rank in this process: CPU shim, gloo, Megatron-core's process groups. Starting again is a no-op."""
     cpu.enable()
+    import megatron.core.models.gpt.gpt_model  # noqa: F401
     from megatron.core import parallel_state
 
     if not torch.distributed.is_initialized():
@@ -385,6 +386,19 @@ def run(request: Request, rollout: Rollout, progress: bool = False) -> tuple[Ten
     return logprobs, meta
 
 
+def _wait_for(path: Path) -> None:
+    """Return once `path` exists.
+
+    Raises:
+        ParityError: the process that should write it has gone.
+    """
+    parent = os.getppid()
+    while not path.exists():
+        if os.getppid() != parent:
+            raise ParityError(f"the driver ended before it wrote {path}")
+        time.sleep(0.02)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Process entry; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m mindspeed_tpi.parity.trainer", description=__doc__)
@@ -392,8 +406,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("rollout", help="rollout record")
     parser.add_argument("out", help="safetensors file to write")
     parser.add_argument("--progress", action="store_true", help="show a progress bar")
+    parser.add_argument("--wait", action="store_true", help="start up, then wait until the rollout record exists")
     options = parser.parse_args(arguments)
     try:
+        if options.wait:
+            _start_megatron()
+            _wait_for(Path(options.rollout))
         logprobs, meta = run(Request.load(options.request), Rollout.load(options.rollout), options.progress)
         save_file({"logprobs": logprobs}, options.out, metadata={"meta": json.dumps(meta, sort_keys=True)})
     except (InputError, LayoutError) as error:

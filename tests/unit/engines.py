@@ -28,20 +28,25 @@ def write_config(path: Path, **changes: Any) -> Path:
 
 @dataclass
 class Engines:
-    """A launcher: parity runs agree exactly, stock runs differ by 0.25 on every token.
+    """A launcher: parity runs agree exactly, stock runs differ by 0.25 on every token. The work is done by `wait`.
 
     Attributes:
         spoil: changes the trainer's answer of parity runs.
         fail: (module, exit status, log) of a process that fails.
-        seen: (module, environment, request) of each process.
+        seen: (module, environment, request) of each process that was waited for.
+        ended: modules of the processes that were ended.
     """
 
     spoil: Callable[[Tensor], Tensor] = lambda logprobs: logprobs
     fail: tuple[str, int, str] | None = None
     counters: dict[str, int] = field(default_factory=lambda: dict(COUNTERS))
     seen: list[tuple[str, Mapping[str, str], Request]] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
 
-    def __call__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> int:
+    def __call__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> Engine:
+        return Engine(self, command, environment, log)
+
+    def work(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> int:
         module = command[2].rpartition(".")[2]
         files = [Path(text) for text in command[3:] if not text.startswith("--")]
         request = Request.load(files[0])
@@ -80,3 +85,19 @@ class Engines:
             weight_versions=torch.zeros(total, dtype=torch.int64),
             meta=meta,
         )
+
+
+@dataclass
+class Engine:
+    """One stand-in for a process."""
+
+    engines: Engines
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    log: Path
+
+    def wait(self) -> int:
+        return self.engines.work(self.command, self.environment, self.log)
+
+    def end(self) -> None:
+        self.engines.ended.append(self.command[2].rpartition(".")[2])

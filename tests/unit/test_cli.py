@@ -43,7 +43,7 @@ def model(tmp_path: Path) -> Path:
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
     launcher = Engines()
-    monkeypatch.setattr(driver, "launch_process", launcher)
+    monkeypatch.setattr(driver, "EngineProcess", launcher)
     return launcher
 
 
@@ -102,6 +102,7 @@ def test_a_failed_engine_is_3_with_the_tail_of_its_log(
     said = capsys.readouterr().err
     assert "the parity train engine failed (killed by signal 9)" in said
     assert said.endswith("progress 2\n  last words\n") and said.count("first") < 50
+    assert sorted(engines.ended) == ["engine", "trainer"]
 
 
 def test_an_engine_that_writes_nothing_is_3(model: Path, engines: Engines, capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,6 +117,7 @@ def test_what_an_engine_refuses_is_2_with_its_own_line(
     engines.fail = ("engine", 2, "noise\nerror: model family 'mamba' is not supported; use llama\n")
     assert parity(model) == 2
     assert capsys.readouterr().err.splitlines()[-1] == "error: model family 'mamba' is not supported; use llama"
+    assert "trainer" in engines.ended and not any(module == "trainer" for module, *_ in engines.seen)
 
 
 def test_json_and_stock(model: Path, engines: Engines, tmp_path: Path) -> None:
@@ -253,10 +255,10 @@ def test_bad_models_are_2(tmp_path: Path, engines: Engines, capsys: pytest.Captu
 def test_a_fault_of_our_own_never_reads_as_not_exact(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def broken(*_: object) -> int:
+    def broken(*_: object) -> driver.Process:
         raise KeyError("bug")
 
-    monkeypatch.setattr(driver, "launch_process", broken)
+    monkeypatch.setattr(driver, "EngineProcess", broken)
     assert parity(model) == 3
     assert "Traceback" in capsys.readouterr().err
 
@@ -266,8 +268,11 @@ def test_a_fault_of_our_own_never_reads_as_not_exact(
 
 def launch(tmp_path: Path, code: str) -> tuple[int, str]:
     log = tmp_path / "log"
-    status = driver.launch_process([sys.executable, "-c", code], os.environ, log)
-    return status, log.read_text()
+    process = driver.EngineProcess([sys.executable, "-c", code], os.environ, log)
+    try:
+        return process.wait(), log.read_text()
+    finally:
+        process.end()
 
 
 def test_progress_bars_reach_the_terminal_and_the_rest_only_the_log(
@@ -289,33 +294,33 @@ def test_children_of_a_failed_engine_end_with_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_engine_and_its_files(tmp_path: Path, model: Path, number: signal.Signals) -> None:
-    """The command is interrupted while its engine, a sleeping process with a child, runs."""
+def test_a_signal_ends_the_engines_and_their_files(tmp_path: Path, model: Path, number: signal.Signals) -> None:
+    """The command is interrupted while both engines, sleeping processes with a child each, run."""
+    pids, temporary = tmp_path / "pids", tmp_path / "tmp"
+    pids.mkdir()
+    temporary.mkdir()
     program = f"""
-import signal, subprocess, sys
+import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell starts us with it ignored
 from mindspeed_tpi.parity import driver
-real = driver.launch_process
+real = driver.EngineProcess
 def slow(command, environment, log):
-    code = "import subprocess; p = subprocess.Popen(['sleep', '60']); open({str(tmp_path / "pid")!r}, 'w').write(str(p.pid)); p.wait()"
+    code = "import pathlib, subprocess; p = subprocess.Popen(['sleep', '60']); pathlib.Path({str(pids)!r}, str(p.pid)).touch(); p.wait()"
     return real([sys.executable, "-c", code], environment, log)
-driver.launch_process = slow
+driver.EngineProcess = slow
 from mindspeed_tpi.cli import main
 sys.exit(main(["parity", "--model", {str(model)!r}]))
 """
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
     process = subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "TMPDIR": str(temporary)})
     try:
-        pid = tmp_path / "pid"
-        while not (pid.is_file() and pid.read_text()):
+        while len(list(pids.iterdir())) < 2:
             assert process.poll() is None
             time.sleep(0.05)
         process.send_signal(number)
         assert process.wait(60) == 128 + number
     finally:
         process.kill()
-    assert _ends(int(pid.read_text()))
+    assert all(_ends(int(pid.name)) for pid in pids.iterdir())
     assert not list(temporary.iterdir())
 
 
