@@ -43,7 +43,7 @@ def main() -> int:
             max_new_tokens=32,
             temperature=1.0,
         )
-        result = driver.run(request, stock=True, announce=print)
+        result = driver.run(request, stock=request, announce=print)
     print(report.text_table(report.rows(result)))
     print(report.verdict(result))
     return 0 if result.exact else 1

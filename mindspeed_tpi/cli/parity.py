@@ -65,7 +65,9 @@ def run(options: argparse.Namespace) -> int:
             raise InputError(f"cannot write {path}: its directory does not exist; create it first")
     if options.report:
         report.require_matplotlib()
-    result = driver.run(request, stock=options.stock, announce=lambda line: print(line, file=sys.stderr))
+    result = driver.run(
+        request, stock=request if options.stock else None, announce=lambda line: print(line, file=sys.stderr)
+    )
     print(report.text_table(report.rows(result)))
     print(report.verdict(result))
     command = shlex.join(["mindspeed-tpi", *sys.argv[1:]])

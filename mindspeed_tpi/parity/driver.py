@@ -28,7 +28,7 @@ from mindspeed_tpi.parity.rollout import Rollout
 
 TAIL_LINES = 30
 _GRACE_SECONDS = 10
-_UPSTREAMS = {"rollout": "vLLM", "train": "Megatron-core"}
+_UPSTREAMS = {"engine": "vLLM", "trainer": "Megatron-core"}
 
 
 class Process(Protocol):
@@ -58,7 +58,7 @@ class Run:
         rollout: the engine's record.
         train_meta: what the trainer says about itself (`seconds, op_calls, versions, fingerprint`).
         comparison: the two sides' log-probabilities compared.
-        wall_seconds: of the rollout with its start-up, and from its end to that of the recomputation.
+        wall_seconds: of the rollout and of the recomputation, model loading included, imports not.
     """
 
     request: Request
@@ -115,13 +115,16 @@ class Result:
 def run(
     request: Request,
     *,
-    stock: bool = False,
+    stock: Request | None = None,
     launch: Launcher | None = None,
     announce: Callable[[str], None] = lambda _: None,
 ) -> Result:
-    """Roll out, recompute, compare; with `stock` also under upstream's own numerics, before the parity run.
+    """Roll out, recompute, compare; for `stock` first, under upstream's own numerics.
+
+    All processes start at once and import their upstream; each waits for its turn before it builds an engine.
 
     Args:
+        stock: what the stock run does; may have fewer prompts.
         launch: starts one engine process; default `EngineProcess`.
         announce: receives a line when each engine's turn comes.
 
@@ -129,50 +132,58 @@ def run(
         InputError: an engine refused the request; its own message.
         EngineFailure: an engine failed.
     """
-    launch = launch or EngineProcess
-    before = _run_one(replace(request, stock=True), launch, announce) if stock else None
-    return Result(_run_one(replace(request, stock=False), launch, announce), before)
-
-
-def _run_one(request: Request, launch: Launcher, announce: Callable[[str], None]) -> Run:
-    kind = "stock" if request.stock else "parity"
-    environment = {**os.environ, "MINDSPEED_TPI": "0" if request.stock else "strict"}
-    wall: dict[str, float] = {}
-
+    requests = [replace(request, stock=False), *([replace(stock, stock=True)] if stock else [])]
     with tempfile.TemporaryDirectory(prefix="mindspeed-tpi-") as directory, ExitStack() as running:
-        folder = Path(directory)
-        asked, record, answer = folder / "request.json", folder / "rollout.safetensors", folder / "train.safetensors"
-        asked.write_text(request.to_json(), encoding="utf-8")
+        pairs = [_Pair(r, Path(directory), launch or EngineProcess, running) for r in reversed(requests)]
+        return Result(*[pair.run(announce) for pair in pairs][::-1])
 
-        def start(side: str, module: str, *arguments: str | Path) -> Process:
-            command = [sys.executable, "-m", f"mindspeed_tpi.parity.{module}", *map(str, arguments), "--progress"]
-            process = launch(command, environment, folder / f"{side}.log")
+
+class _Pair:
+    """The two processes of one request: the engine waits for the request's file, the trainer for the record's."""
+
+    def __init__(self, request: Request, directory: Path, launch: Launcher, running: ExitStack) -> None:
+        self._request = request
+        self._kind = "stock" if request.stock else "parity"
+        self._folder = folder = directory / self._kind
+        folder.mkdir()
+        self._asked, self._record, self._answer = (folder / n for n in ("request.json", "rollout", "answer"))
+        environment = {**os.environ, "MINDSPEED_TPI": "0" if request.stock else "strict"}
+
+        def start(side: str, *arguments: Path) -> Process:
+            command = [sys.executable, "-m", f"mindspeed_tpi.parity.{side}", *map(str, arguments), "--wait"]
+            process = launch([*command, "--progress"], environment, folder / f"{side}.log")
             running.callback(process.end)
             return process
 
-        def finish(side: str, process: Process, output: Path) -> None:
-            announce(f"{kind} {side}: {_UPSTREAMS[side]}")
-            started = time.perf_counter()
-            status = process.wait()
-            wall[side] = time.perf_counter() - started
-            log = folder / f"{side}.log"
-            if status == 2:
-                raise InputError(_last_line(log))
-            if status or not output.is_file():
-                ended = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
-                what = ended if status else f"{ended}, but it wrote no result"
-                raise EngineFailure(f"the {kind} {side} engine failed ({what}); the end of its log:\n{_tail(log)}")
+        self._engine = start("engine", self._asked, folder / "partial")
+        self._trainer = start("trainer", self._asked, self._record, self._answer)
 
-        partial = folder / "rollout.partial"
-        engine = start("rollout", "engine", asked, partial)
-        trainer = start("train", "trainer", asked, record, answer, "--wait")  # imports Megatron-core meanwhile
-        finish("rollout", engine, partial)
-        partial.rename(record)
-        finish("train", trainer, answer)
-        rollout = Rollout.load(record)
-        logprobs, meta = _read_answer(answer)
-    expected = len(request.prompts) * request.max_new_tokens * (1 + len(request.weight_updates))
-    return Run(request, rollout, meta, compare(rollout, logprobs, expected), wall)
+    def run(self, announce: Callable[[str], None]) -> Run:
+        request, partial = self._request, self._folder / "partial"
+        written = self._folder / "written"
+        written.write_text(request.to_json(), encoding="utf-8")
+        written.rename(self._asked)
+        wall = {"rollout": self._finish("engine", self._engine, partial, announce)}
+        partial.rename(self._record)
+        wall["train"] = self._finish("trainer", self._trainer, self._answer, announce)
+        rollout = Rollout.load(self._record)
+        logprobs, meta = _read_answer(self._answer)
+        expected = len(request.prompts) * request.max_new_tokens * (1 + len(request.weight_updates))
+        return Run(request, rollout, meta, compare(rollout, logprobs, expected), wall)
+
+    def _finish(self, side: str, process: Process, output: Path, announce: Callable[[str], None]) -> float:
+        """Seconds until the process ended well."""
+        announce(f"{self._kind} {side}: {_UPSTREAMS[side]}")
+        started = time.perf_counter()
+        status = process.wait()
+        log = self._folder / f"{side}.log"
+        if status == 2:
+            raise InputError(_last_line(log))
+        if status or not output.is_file():
+            ended = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
+            what = ended if status else f"{ended}, but it wrote no result"
+            raise EngineFailure(f"the {self._kind} {side} failed ({what}); the end of its log:\n{_tail(log)}")
+        return time.perf_counter() - started
 
 
 def _read_answer(path: Path) -> tuple[Tensor, dict[str, Any]]:

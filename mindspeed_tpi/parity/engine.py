@@ -14,7 +14,6 @@ import os
 import sys
 import tempfile
 import time
-import traceback
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -29,6 +28,7 @@ from torch import Tensor
 
 from mindspeed_tpi import envs, ops, versions
 from mindspeed_tpi.errors import InputError, LayoutError, ParityError
+from mindspeed_tpi.parity import process
 from mindspeed_tpi.parity.request import Request
 from mindspeed_tpi.parity.rollout import Rollout
 from mindspeed_tpi.profiles import Profile
@@ -109,7 +109,6 @@ class Engine:
         self._saved = {}
 
     def _start(self) -> None:
-        import vllm
 
         from mindspeed_tpi.integrations.vllm import register
         from mindspeed_tpi.patches.vllm import _limits
@@ -124,7 +123,7 @@ class Engine:
         else:
             extra["worker_cls"] = _limits.OBSERVED_WORKER
         started = time.perf_counter()
-        self._llm = vllm.LLM(
+        self._llm = _import_llm()(
             model=request.model,
             dtype=request.dtype,
             seed=request.seed,
@@ -295,6 +294,14 @@ class Engine:
         return meta
 
 
+def _import_llm() -> Any:
+    """vLLM's `LLM`, imported quietly unless the user wants its log."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", _ENVIRONMENT["VLLM_LOGGING_LEVEL"])
+    from vllm import LLM
+
+    return LLM
+
+
 def _check_layout(layout: str) -> None:
     for item in filter(None, (part.strip() for part in layout.split(","))):
         key, equals, value = item.partition("=")
@@ -393,20 +400,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("request", help="REQUEST.json")
     parser.add_argument("out", help="rollout record to write")
     parser.add_argument("--progress", action="store_true", help="show a progress bar")
+    parser.add_argument("--wait", action="store_true", help="import vLLM, then wait until the request exists")
     options = parser.parse_args(arguments)
-    try:
+
+    def work() -> None:
+        if options.wait:
+            _import_llm()
+            process.wait_for(Path(options.request))
         run(Request.load(options.request), options.progress).save(options.out)
-    except (InputError, LayoutError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except ParityError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 3
-    except Exception as error:
-        traceback.print_exc()
-        print(f"error: the engine failed: {error}", file=sys.stderr)
-        return 3
-    return 0
+
+    return process.status(work)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def rows(result: Result) -> list[list[str]]:
         "max |logdiff|": [_number(r.comparison.max_abs) for r in found.values()],
         "rollout": [_seconds(r.rollout.meta.get("seconds"), "generate") for r in found.values()],
         "recompute": [_seconds(r.train_meta.get("seconds"), "recompute") for r in found.values()],
-        "both, with start-up": [f"{sum(r.wall_seconds.values()):.1f} s" for r in found.values()],
+        "both, with loading": [f"{sum(r.wall_seconds.values()):.1f} s" for r in found.values()],
     }
     return [["", *found], *([name, *values] for name, values in cells.items())]
 

@@ -15,7 +15,6 @@ import math
 import os
 import sys
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -29,8 +28,9 @@ from tqdm import tqdm
 
 from mindspeed_tpi import envs, ops, versions, weights
 from mindspeed_tpi.contract import NumericsContract
-from mindspeed_tpi.errors import InputError, LayoutError, ParityError
+from mindspeed_tpi.errors import InputError
 from mindspeed_tpi.parallel.layout import Layout
+from mindspeed_tpi.parity import process
 from mindspeed_tpi.parity.request import Request
 from mindspeed_tpi.parity.rollout import Rollout
 from mindspeed_tpi.platform import cpu
@@ -386,19 +386,6 @@ def run(request: Request, rollout: Rollout, progress: bool = False) -> tuple[Ten
     return logprobs, meta
 
 
-def _wait_for(path: Path) -> None:
-    """Return once `path` exists.
-
-    Raises:
-        ParityError: the process that should write it has gone.
-    """
-    parent = os.getppid()
-    while not path.exists():
-        if os.getppid() != parent:
-            raise ParityError(f"the driver ended before it wrote {path}")
-        time.sleep(0.02)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Process entry; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m mindspeed_tpi.parity.trainer", description=__doc__)
@@ -408,23 +395,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--progress", action="store_true", help="show a progress bar")
     parser.add_argument("--wait", action="store_true", help="start up, then wait until the rollout record exists")
     options = parser.parse_args(arguments)
-    try:
+
+    def work() -> None:
         if options.wait:
             _start_megatron()
-            _wait_for(Path(options.rollout))
+            process.wait_for(Path(options.rollout))
         logprobs, meta = run(Request.load(options.request), Rollout.load(options.rollout), options.progress)
         save_file({"logprobs": logprobs}, options.out, metadata={"meta": json.dumps(meta, sort_keys=True)})
-    except (InputError, LayoutError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except ParityError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 3
-    except Exception as error:
-        traceback.print_exc()
-        print(f"error: the engine failed: {error}", file=sys.stderr)
-        return 3
-    return 0
+
+    return process.status(work)
 
 
 if __name__ == "__main__":

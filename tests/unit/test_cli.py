@@ -100,7 +100,7 @@ def test_a_failed_engine_is_3_with_the_tail_of_its_log(
     engines.fail = ("trainer", -9, "first\n" * 50 + "progress 1\rprogress 2\nlast words\n")
     assert parity(model) == 3
     said = capsys.readouterr().err
-    assert "the parity train engine failed (killed by signal 9)" in said
+    assert "the parity trainer failed (killed by signal 9)" in said
     assert said.endswith("progress 2\n  last words\n") and said.count("first") < 50
     assert sorted(engines.ended) == ["engine", "trainer"]
 

@@ -18,7 +18,7 @@ from tests.unit.engines import Engines, write_config
 def result(tmp_path_factory: pytest.TempPathFactory) -> driver.Result:
     model = write_config(tmp_path_factory.mktemp("model") / "a <b> & c")
     request = Request(model=str(model), prompts=((1, 2), (3,)), max_new_tokens=8, train="tp=1", rollout="tp=1")
-    return driver.run(request, stock=True, launch=Engines())
+    return driver.run(request, stock=request, launch=Engines())
 
 
 def test_the_page_is_self_contained(result: driver.Result) -> None:
