@@ -11,7 +11,7 @@ import pytest
 from mindspeed_tpi import contract
 from mindspeed_tpi.errors import InputError
 from mindspeed_tpi.ops import table_hash
-from mindspeed_tpi.profiles import Profile
+from mindspeed_tpi.profiles import Moe, Profile
 from tests.models import FAMILIES, write_model
 
 
@@ -83,8 +83,8 @@ def test_qwen2_windows(changes: dict[str, Any], window: int) -> None:
     ("changes", "message"),
     [
         (
-            {"architectures": ["Qwen3MoeForCausalLM"]},
-            "Qwen3MoeForCausalLM is not supported; supported: LlamaForCausalLM",
+            {"architectures": ["DeepseekV3ForCausalLM"]},
+            "DeepseekV3ForCausalLM is not supported; supported: Glm4MoeForCausalLM, LlamaForCausalLM",
         ),
         ({"architectures": None}, "architecture none"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'.*only silu"),
@@ -122,3 +122,50 @@ def test_unreadable(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps([1])[:-1])
     with pytest.raises(InputError, match="cannot read"):
         Profile.load(tmp_path)
+
+
+MOE = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 64, "norm_topk_prob": True}
+
+
+def test_moe_families() -> None:
+    qwen3 = Profile.from_hf(config("Qwen3MoeForCausalLM", **MOE)).moe
+    assert qwen3 == Moe(16, 4, 64, "softmax", True, 0.0, 1, 1, False, 1.0, 0, False, ())
+    qwen2 = Profile.from_hf(
+        config("Qwen2MoeForCausalLM", **MOE | {"norm_topk_prob": False, "shared_expert_intermediate_size": 96})
+    )
+    assert qwen2.qkv_bias and qwen2.moe is not None
+    assert (qwen2.moe.renormalize, qwen2.moe.shared_ffn, qwen2.moe.shared_gate) == (False, 96, True)
+    mixtral = Profile.from_hf(config("MixtralForCausalLM", num_local_experts=8, num_experts_per_tok=2))
+    assert mixtral.moe is not None and mixtral.moe.ffn == mixtral.ffn and mixtral.moe.renormalize
+    glm = Profile.from_hf(
+        config(
+            "Glm4MoeForCausalLM",
+            n_routed_experts=16,
+            num_experts_per_tok=4,
+            moe_intermediate_size=64,
+            n_shared_experts=2,
+            n_group=4,
+            topk_group=2,
+            norm_topk_prob=True,
+            routed_scaling_factor=2.5,
+            first_k_dense_replace=1,
+            attention_bias=True,
+            use_qk_norm=True,
+        )
+    )
+    assert glm.qkv_bias and glm.qk_norm
+    assert glm.moe == Moe(16, 4, 64, "sigmoid", True, 1e-20, 4, 2, True, 2.5, 128, False, (0,))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("Qwen3MoeForCausalLM", {}, "lacks num_experts, moe_intermediate_size, num_experts_per_tok"),
+        ("Qwen3MoeForCausalLM", MOE | {"num_experts_per_tok": 17}, "17 of 16 experts"),
+        ("Qwen3MoeForCausalLM", MOE | {"decoder_sparse_step": 9}, "no layer with experts"),
+        ("LlamaForCausalLM", {"num_local_experts": 8}, "num_local_experts=8 is not supported: this family is dense"),
+    ],
+)
+def test_moe_refusals(family: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Profile.from_hf(config(family, **changes))

@@ -1,0 +1,114 @@
+"""The only place where partial sums cross ranks: the reduction tree of one rank, continued over ranks (contract sections 1
+and 9).
+
+Libraries move bytes here and never add numbers, so that neither the backend (gloo, HCCL) nor its algorithm decides bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mindspeed_tpi.errors import LayoutError
+from mindspeed_tpi.ops import _schemas as schemas
+
+GATHER_ROWS = 32  # up to here one all_gather is faster than two collectives
+
+
+def size(group: Any) -> int:
+    """Ranks of a process group; None is this process alone."""
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def rank(group: Any) -> int:
+    """This process's rank in a group; None is this process alone."""
+    return 0 if group is None else dist.get_rank(group)
+
+
+def tree_reduce(
+    partial: Tensor,
+    group: Any,
+    *,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.float32,
+    scatter: bool = False,
+) -> Tensor:
+    """The sum over ranks of subtree roots, by the tree over ranks in rank order; then + bias in f32, then rounded.
+
+    Args:
+        partial: f32 [S, …, N], this rank's root of the aligned part of the reduction that it owns.
+        group: a process group whose size is a power of two; None: this process alone.
+        bias: [N] or None.
+        scatter: keep only this rank's S / ranks rows (sequence parallelism).
+
+    Returns:
+        `out_dtype` [S, …, N], or [S / ranks, …, N] with `scatter`; the same bits on every rank.
+
+    Raises:
+        LayoutError: a group whose size is no power of two, or rows that cannot be scattered evenly.
+    """
+    ranks = size(group)
+    if ranks & (ranks - 1):
+        raise LayoutError(f"a reduction over {ranks} ranks is not a balanced tree; use a power of two")
+    if ranks == 1:
+        return _sum(partial.unsqueeze(0), bias, out_dtype)
+    partial = partial.contiguous()
+    if scatter:
+        if partial.shape[0] % ranks:
+            raise LayoutError(f"{partial.shape[0]} rows cannot be scattered over {ranks} ranks; pad them to a multiple")
+        parts = torch.empty_like(partial).view(ranks, partial.shape[0] // ranks, *partial.shape[1:])
+        dist.all_to_all_single(parts, partial, group=group)
+        return _sum(parts, bias, out_dtype)
+    rows = partial.reshape(-1, partial.shape[-1])
+    if rows.shape[0] <= GATHER_ROWS:
+        return _sum(gather(rows, group), bias, out_dtype).view(partial.shape)
+    padding = -rows.shape[0] % ranks
+    padded = torch.nn.functional.pad(rows, (0, 0, 0, padding)) if padding else rows
+    parts = padded.new_empty(ranks, padded.shape[0] // ranks, padded.shape[1])
+    dist.all_to_all_single(parts, padded, group=group)
+    mine = _sum(parts, bias, out_dtype)
+    whole = gather(mine, group).flatten(0, 1)
+    return whole[: rows.shape[0]].view(partial.shape)
+
+
+def _sum(parts: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    total: Tensor = schemas.tree_sum(parts, bias, out_dtype)
+    return total
+
+
+def gather(x: Tensor, group: Any) -> Tensor:
+    """Every rank's x, [ranks, *x.shape], in rank order."""
+    ranks = size(group)
+    if ranks == 1:
+        return x.unsqueeze(0)
+    whole = x.new_empty(ranks, *x.shape)
+    dist.all_gather(list(whole.unbind()), x.contiguous(), group=group)
+    return whole
+
+
+def gather_rows(x: Tensor, group: Any) -> Tensor:
+    """The rows [S, …] of a sequence of which every rank holds S / ranks."""
+    return x if size(group) == 1 else gather(x, group).flatten(0, 1)
+
+
+def own_rows(x: Tensor, group: Any) -> Tensor:
+    """This rank's S / ranks rows of [S, …]."""
+    return x.chunk(size(group))[rank(group)]
+
+
+def owned_sum(x: Tensor, group: Any) -> Tensor:
+    """The sum over ranks of tensors of which, element by element, all but one rank hold +0: the owner's bits, −0 included.
+
+    Storage is added as integers, where any order is exact.
+
+    Args:
+        x: any floating dtype, a multiple of 4 bytes in its last dimension.
+    """
+    if size(group) == 1:
+        return x
+    whole = x.contiguous().clone()
+    dist.all_reduce(whole.view(torch.int32), group=group)
+    return whole
