@@ -11,7 +11,7 @@ Side = Literal["train", "rollout"]
 
 _WORDS = {"cp_type": ("p2p", "allgather", "a2a"), "dispatcher": ("alltoall", "allgather")}
 _ROLLOUT_LACKS = ("sp", "etp", "cp", "pp", "vpp", "cp_type", "dispatcher")
-_SUPPORTED: dict[Side, dict[str, tuple[int | str, ...]]] = {"train": {}, "rollout": {}}
+_SUPPORTED: dict[Side, dict[str, tuple[int | str, ...]]] = {"train": {}, "rollout": {"tp": (2, 4, 8), "ep": (2, 4, 8)}}
 """Values beyond the default one that each side can run."""
 
 
