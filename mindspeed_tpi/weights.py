@@ -6,6 +6,7 @@ an equal run of rows; and gate and up in one, the rank's gate rows first.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -105,9 +106,7 @@ def load(model: Model, checkpoint: str | Path) -> None:
             entry.local(entry.parameter.detach()).copy_(entry.shard(entry.merge(parts)))
 
 
-def hf_tensors(
-    model: Model, value: Callable[[Tensor], Tensor | None] = Tensor.detach
-) -> Iterator[tuple[str, Tensor]]:
+def hf_tensors(model: Model, value: Callable[[Tensor], Tensor | None] = Tensor.detach) -> Iterator[tuple[str, Tensor]]:
     """Every Hugging Face tensor of a GPTModel, whole and contiguous, one at a time; a tied output projection is not repeated.
 
     All ranks of the model's layout run the iteration to its end together; rank 0 is given the tensors.
@@ -135,6 +134,27 @@ def hf_tensors(
                 dist.send(parts[index].view(torch.uint8), 0)
             elif here == 0:
                 yield tensor, parts[index] if owner == 0 else _receive(shape, dtype, owner)
+
+
+def identity(checkpoint: str | Path) -> str:
+    """SHA-256 that tells checkpoints apart without reading them whole: configuration, names and sizes of the files, and
+    64 samples of each.
+
+    Raises:
+        InputError: a file cannot be read.
+    """
+    digest = hashlib.sha256()
+    try:
+        for path in sorted([Path(checkpoint) / "config.json", *Path(checkpoint).glob("*.safetensors")]):
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size} ".encode())
+            with path.open("rb") as file:
+                for sample in range(64):
+                    file.seek(size * sample // 64)
+                    digest.update(file.read(4096))
+    except OSError as error:
+        raise InputError(f"cannot read the checkpoint {checkpoint}: {error}") from None
+    return digest.hexdigest()
 
 
 def chunks(model: Model) -> list[Any]:
@@ -235,6 +255,7 @@ def _chunk_entries(model: Any) -> list[Entry]:
     groups = getattr(model, "pg_collection", None)
     tp, expert_tp = getattr(groups, "tp", None), getattr(groups, "expt_tp", None)
     buffers = [(n, b) for n, b in model.named_buffers() if n.endswith(".router.expert_bias")]
+    hf_names: tuple[str, ...]
     found = []
     for name, parameter in [*model.named_parameters(), *buffers]:
         match = _LAYER_NAME.fullmatch(name)

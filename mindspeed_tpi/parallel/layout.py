@@ -12,7 +12,13 @@ Side = Literal["train", "rollout"]
 
 _WORDS = {"cp_type": ("p2p", "allgather", "a2a"), "dispatcher": ("alltoall", "allgather")}
 _ROLLOUT_LACKS = ("sp", "etp", "cp", "pp", "vpp", "cp_type", "dispatcher")
-_SUMMED = ("tp", "ep", "etp", "cp", "dp")  # sums cross these ranks as a balanced tree; pipeline stages only pass tensors on
+_SUMMED = (
+    "tp",
+    "ep",
+    "etp",
+    "cp",
+    "dp",
+)  # sums cross these ranks as a balanced tree; pipeline stages only pass tensors on
 
 
 @dataclass(frozen=True)
