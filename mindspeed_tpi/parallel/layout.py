@@ -5,14 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from mindspeed_tpi import contract
 from mindspeed_tpi.errors import InputError, LayoutError
 
 Side = Literal["train", "rollout"]
 
 _WORDS = {"cp_type": ("p2p", "allgather", "a2a"), "dispatcher": ("alltoall", "allgather")}
 _ROLLOUT_LACKS = ("sp", "etp", "cp", "pp", "vpp", "cp_type", "dispatcher")
-_SUPPORTED: dict[Side, dict[str, tuple[int | str, ...]]] = {"train": {}, "rollout": {"tp": (2, 4, 8), "ep": (2, 4, 8)}}
-"""Values beyond the default one that each side can run."""
+_SUMMED = (
+    "tp",
+    "ep",
+    "etp",
+    "cp",
+    "dp",
+)  # sums cross these ranks as a balanced tree; pipeline stages only pass tensors on
 
 
 @dataclass(frozen=True)
@@ -22,7 +28,7 @@ class Layout:
     Attributes:
         tp: tensor-parallel size.
         sp: 1 for sequence parallelism over the tensor-parallel ranks.
-        ep: expert-parallel size.
+        ep: expert-parallel size; in the rollout 1 or all of its ranks.
         etp: tensor-parallel size inside an expert.
         cp: context-parallel size.
         pp: pipeline-parallel size.
@@ -48,6 +54,11 @@ class Layout:
         """Processes the side needs; expert parallelism re-uses those of the other dimensions."""
         return self.tp * self.cp * self.pp * self.dp
 
+    @property
+    def row_multiple(self) -> int:
+        """What the padded length of a row is a multiple of (contract section 9): spans of every context-parallel part."""
+        return contract.current().max_tp * (2 * self.cp if self.cp > 1 else 1)
+
     def __str__(self) -> str:
         """The shortest string that parses to this layout, `tp` always named."""
         return ",".join(
@@ -62,7 +73,7 @@ class Layout:
 
         Raises:
             InputError: not of this form, an unknown key, a key twice, or a value that is no positive integer or known word.
-            LayoutError: a key the side cannot have, or one that is not supported yet.
+            LayoutError: a key the side cannot have, or sizes that do not go together.
         """
         defaults = {f.name: f.default for f in fields(cls)}
         values: dict[str, int | str] = {}
@@ -78,12 +89,43 @@ class Layout:
             if side == "rollout" and key in _ROLLOUT_LACKS:
                 raise LayoutError(f"{where}: the rollout engine has no {key}; leave it out")
             values[key] = _value(key, value, where)
-            supported = (defaults[key], *_SUPPORTED[side].get(key, ()))
-            if values[key] not in supported:
+        layout = cls(**values)  # type: ignore[arg-type]
+        layout._check(side, f"{side} layout {text!r}")
+        return layout
+
+    def _check(self, side: Side, where: str) -> None:
+        for name in _SUMMED:
+            size = getattr(self, name)
+            if size & (size - 1):
+                below = 1 << (size.bit_length() - 1)
                 raise LayoutError(
-                    f"{where}: {item} is not supported yet; {key} can be {' or '.join(map(str, supported))} in this version"
+                    f"{where}: {name}={size} is no power of two, so sums over ranks are no balanced tree; "
+                    f"use {name}={below} or {name}={2 * below}"
                 )
-        return cls(**values)  # type: ignore[arg-type]
+        largest = contract.current().max_tp
+        if max(self.tp, self.etp) > largest:
+            raise LayoutError(
+                f"{where}: tp={self.tp}, etp={self.etp}: the numerics contract promises equal bits up to {largest}; "
+                f"use {largest} or less, or raise max_tp in MINDSPEED_TPI_CONTRACT on both sides"
+            )
+        if side == "rollout":
+            if self.ep not in (1, self.ranks):
+                raise LayoutError(
+                    f"{where}: ep={self.ep}, but vLLM spreads experts over all tp*dp={self.ranks} ranks or none; "
+                    f"use ep=1 or ep={self.ranks}"
+                )
+            return
+        if self.sp and self.tp == 1:
+            raise LayoutError(f"{where}: sp=1 shards sequences over tensor-parallel ranks; use tp=2 or more, or sp=0")
+        if self.vpp > 1 and self.pp == 1:
+            raise LayoutError(f"{where}: vpp={self.vpp} needs pipeline stages; use pp=2 or more, or vpp=1")
+        stage = self.tp * self.cp * self.dp
+        if stage % (self.ep * self.etp):
+            works = ", ".join(f"{1 << i}" for i in range((stage // self.etp).bit_length())) or "none"
+            raise LayoutError(
+                f"{where}: ep*etp={self.ep * self.etp} must divide the tp*cp*dp={stage} ranks of a pipeline stage; "
+                f"with etp={self.etp}, sizes of ep that work: {works}"
+            )
 
 
 def _value(key: str, text: str, where: str) -> int | str:

@@ -4,36 +4,39 @@
 
 OUT holds `logprobs` (f32 [N], aligned with the rollout's tokens, NaN for first tokens) and a JSON document `meta`.
 Exit status: 0 done, 2 bad input, 3 the engine failed. A stock run is the same command with `MINDSPEED_TPI=0` and
-`"stock": true` in the request.
+`"stock": true` in the request. A layout of several ranks is started under torchrun; rank 0 writes OUT.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from mindspeed_tpi import envs, ops, versions, weights
+from mindspeed_tpi import __version__, envs, ops, versions, weights
 from mindspeed_tpi.contract import NumericsContract
 from mindspeed_tpi.errors import InputError
+from mindspeed_tpi.parallel import tree
 from mindspeed_tpi.parallel.layout import Layout
 from mindspeed_tpi.parity import process
+from mindspeed_tpi.parity.megatron import build_model, import_megatron, start_megatron
 from mindspeed_tpi.parity.request import Request
 from mindspeed_tpi.parity.rollout import Rollout
-from mindspeed_tpi.platform import cpu
 from mindspeed_tpi.profiles import Profile
 
 BATCH_TOKENS = 8192  # padded tokens of one micro-batch
@@ -47,7 +50,7 @@ class Batch:
 
     Attributes:
         rows: indices of the sequences. lengths: their lengths.
-        tokens, labels: int64 [b, s]; label t is token t + 1, and 0 where there is none.
+        tokens, labels: int64 [b, s]; label t is token t + 1, and 0 where there is none. Lines beyond `rows` are padding.
     """
 
     rows: list[int]
@@ -56,31 +59,38 @@ class Batch:
     labels: Tensor
 
     @classmethod
-    def of(cls, sequences: Sequence[Tensor], rows: list[int], length: int) -> Batch:
-        tokens = torch.zeros(len(rows), length, dtype=torch.int64)
-        for line, row in zip(tokens, rows, strict=True):
+    def of(cls, sequences: Sequence[Tensor], rows: list[int], length: int, lines: int | None = None) -> Batch:
+        tokens = torch.zeros(len(rows) if lines is None else lines, length, dtype=torch.int64)
+        for line, row in zip(tokens, rows, strict=False):
             line[: len(sequences[row])] = sequences[row]
         labels = torch.zeros_like(tokens)
         labels[:, :-1] = tokens[:, 1:]
         return cls(rows, [len(sequences[row]) for row in rows], tokens, labels)
 
 
+Consume: TypeAlias = Callable[[Batch, Tensor, Tensor], Tensor]
+"""(micro-batch, its cross entropy f32 [b, s of this rank], positions int64 [s of this rank]) -> what to differentiate."""
+
+
 class Trainer:
-    """Megatron-core's GPTModel with a request's checkpoint, in this process.
+    """Megatron-core's GPTModel with a request's checkpoint, on this process's rank of the request's training layout.
+
+    Every rank makes one and calls its methods together with the others.
 
     Attributes:
         profile: the model, with the request's dtype.
-        model: the GPTModel.
+        layout: the training layout.
+        chunks: this rank's GPTModels, one per chunk of a virtual pipeline.
         weight_version: updates received so far; 0 is the request's `model`.
 
     Raises:
         InputError: a model, dtype or mode that does not fit the request.
-        LayoutError: a training layout that is not supported.
-        ParityError: strict mode, and the model would run outside the numerics contract.
+        LayoutError: a training layout that the model or the number of ranks does not fit.
+        ParityError: strict mode, and the model would run outside the numerics contract; or the ranks differ.
     """
 
     def __init__(self, request: Request) -> None:
-        Layout.parse(request.train, "train")
+        self.layout = Layout.parse(request.train, "train")
         _check_mode(request.stock)
         self.request = request
         self.profile = replace(Profile.load(request.model), dtype=request.dtype)
@@ -88,37 +98,60 @@ class Trainer:
         self.weight_version = 0
         self._optimizer: torch.optim.Optimizer | None = None
         self._masters: list[Tensor] = []
-        _start_megatron()
-        self.model = build_model(self.profile, stock=request.stock)
+        self._complete = False
+        start_megatron(self.layout, self._identity())
+        stages = range(self.layout.vpp) if self.layout.vpp > 1 else [None]
+        self.chunks = [build_model(self.profile, self.layout, stock=request.stock, vp_stage=s) for s in stages]
         if not request.stock and envs.strict():
             from mindspeed_tpi.patches.megatron_core.support import check_covered
 
-            check_covered(self.model)
+            for chunk in self.chunks:
+                check_covered(chunk)
         self.load(request.model)
+
+    @property
+    def model(self) -> Any:
+        """This rank's (first) GPTModel."""
+        return self.chunks[0]
 
     @property
     def contract(self) -> NumericsContract | None:
         """The contract with the model's rotary tables; None for stock."""
         return None if self.request.stock else self.profile.contract()
 
+    def _identity(self) -> dict[str, str]:
+        """What all ranks must agree on before the first step."""
+        if self.layout.ranks == 1:
+            return {}
+        contract = self.contract
+        return {
+            "contract fingerprint": contract.fingerprint if contract else "stock",
+            "backend": str(ops.backends.active().describe()["name"]) if contract else "stock",
+            "dtype": self.request.dtype,
+            "package version": __version__,
+            "megatron-core version": str(versions.installed("megatron-core")),
+            "checkpoint": ", ".join(weights.identity(source) for source in self._sources),
+        }
+
     def load(self, checkpoint: str | Path) -> None:
         """Replace the model's weights by those of a Hugging Face directory."""
-        weights.load(self.model, checkpoint)
+        weights.load(self.chunks, checkpoint)
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The model's weights under their Hugging Face names, for the rollout engine's in-place update."""
-        return weights.hf_tensors(self.model)
+        """The model's weights under their Hugging Face names, for the rollout engine's in-place update; on rank 0."""
+        return weights.hf_tensors(self.chunks)
 
     def logprobs(self, rollout: Rollout, *, micro_batch: int | None = None, progress: bool = False) -> Tensor:
         """Log-probability of every token of a rollout by GPTModel's own forward pass, output layer and loss.
 
         Args:
             rollout: a record; its weight versions name the request's `model` and `weight_updates`, which are loaded in turn.
-            micro_batch: sequences at a time; None: as many as fit a bound on tokens and logits. It does not change bits.
+            micro_batch: sequences at a time on each data-parallel rank; None: as many as fit a bound on tokens and
+                logits. It does not change bits.
             progress: show a progress bar.
 
         Returns:
-            f32 [N], NaN for the first token of each sequence.
+            f32 [N], NaN for the first token of each sequence; the same on every rank.
 
         Raises:
             ContractError: the rollout was made under another numerics contract.
@@ -127,23 +160,34 @@ class Trainer:
         if self.contract is not None:
             rollout.check_contract(self.contract, "the rollout")
         sequences = rollout.sequences
-        result = torch.full((rollout.token_ids.numel(),), math.nan)
+        result = torch.zeros(rollout.token_ids.numel())
+        seen = torch.zeros(result.numel(), dtype=torch.int32)
         starts = rollout.offsets.tolist()
-        self.model.eval()
+        temperature = _temperature(rollout, self.request)
+        for chunk in self.chunks:
+            chunk.eval()
         with torch.no_grad(), tqdm(total=len(sequences), unit="seq", disable=not progress, desc="recompute") as bar:
+
+            def keep(batch: Batch, loss: Tensor, positions: Tensor) -> Tensor:
+                for row, length, line in zip(batch.rows, batch.lengths, loss if _reports() else (), strict=False):
+                    real = positions < length - 1
+                    where = starts[row] + 1 + positions[real]
+                    result[where], seen[where] = -line[real], 1
+                bar.update(len(batch.rows) * self.layout.dp)
+                return loss
+
             for version, rows in self._by_version(rollout):
                 self._use_version(version)
-                for batch in self._batches(sequences, rows, micro_batch):
-                    loss = self._loss(batch, _temperature(rollout, self.request))
-                    for row, length, line in zip(batch.rows, batch.lengths, loss, strict=True):
-                        result[starts[row] + 1 : starts[row + 1]] = -line[: length - 1]
-                    bar.update(len(batch.rows))
-        return result
+                self._run(self._batches(sequences, rows, micro_batch), temperature, keep)
+        return _assemble(result, seen, starts)
 
     def backward(self, rollout: Rollout, advantages: Tensor | None = None, *, micro_batch: int = 1) -> float:
-        """Accumulate the gradient of the policy-gradient loss −Σ advantage · logprob / n over the n sampled tokens.
+        """The gradient of the policy-gradient loss −Σ advantage · logprob / n over the n sampled tokens.
 
-        Every row is padded to one length, a multiple of the contract's `max_tp`, so that `micro_batch` does not change bits.
+        It replaces what every parameter's f32 `main_grad` held, summed over data- and context-parallel ranks; a tied
+        output projection's part stays apart until `complete_gradients`. Data-parallel rank r takes the r-th contiguous
+        run of rows. Every row is padded to one length, a multiple of the contract's `max_tp`, so that `micro_batch`
+        does not change bits.
 
         Args:
             advantages: f32 [N], aligned with the rollout; None: 1 everywhere, the mean negative log-likelihood.
@@ -155,34 +199,61 @@ class Trainer:
         generated = rollout.generated
         weight = torch.where(generated, torch.ones(()) if advantages is None else advantages, torch.zeros(()))
         weight = weight / int(generated.sum())
-        multiple = self.profile.contract().max_tp
-        length = -(-max(len(s) for s in sequences) // multiple) * multiple
         per_row = weight.split(rollout.offsets.diff().tolist())
-        for parameter in self.model.parameters():
-            if not hasattr(parameter, "main_grad"):
-                parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
-        self.model.train()
-        total = 0.0
-        for start in range(0, len(sequences), micro_batch):
-            batch = Batch.of(sequences, list(range(start, min(start + micro_batch, len(sequences)))), length)
-            loss = self._loss(batch, _temperature(rollout, self.request))
+        self._zero_gradients()
+        for chunk in self.chunks:
+            chunk.train()
+        total = torch.zeros((), dtype=torch.float64)
+
+        def weigh(batch: Batch, loss: Tensor, positions: Tensor) -> Tensor:
             gradient = torch.zeros_like(loss)
-            for line, row, n in zip(gradient, batch.rows, batch.lengths, strict=True):
-                line[: n - 1] = per_row[row][1:]
-            total += float((loss.detach().double() * gradient).sum())
-            loss.backward(gradient)
-            _collect_gradients(self.model)
-        return total
+            for line, row, length in zip(gradient, batch.rows, batch.lengths, strict=False):
+                real = positions < length - 1
+                line[real] = per_row[row][1:][positions[real]]
+            weighted = loss * gradient
+            if _reports():
+                total.add_((loss.detach().double() * gradient).sum())
+            return weighted.sum()
+
+        length = self._padded(max(len(s) for s in sequences))
+        self._run(self._rows_in_order(sequences, length, micro_batch), _temperature(rollout, self.request), weigh)
+        self._reduce_gradients()
+        return float(tree.gather(total.view(1), dist.group.WORLD).sum())
+
+    def complete_gradients(self) -> None:
+        """A tied output projection's gradient joins its embedding's, once (contract section 4)."""
+        from megatron.core import parallel_state
+
+        from mindspeed_tpi.patches.megatron_core.tensor_parallel.layers import add_head_gradients
+
+        if self._complete:
+            return
+        for chunk in self.chunks:
+            add_head_gradients(chunk)
+        if self.profile.tied and self.layout.pp > 1 and parallel_state.is_rank_in_embedding_group(ignore_virtual=True):
+            group = parallel_state.get_embedding_group()  # the first stage holds the embedding, the last the projection
+            for chunk in self.chunks:
+                if chunk.pre_process or chunk.post_process:
+                    gradient: Any = chunk.shared_embedding_or_output_weight()
+                    gradient.main_grad.copy_(tree.tree_reduce(gradient.main_grad, group))
+        self._complete = True
+
+    def gradient_hashes(self) -> dict[str, str]:
+        """Hugging Face name → SHA-256 of the whole f32 gradient of the last `backward`; on rank 0, elsewhere empty."""
+        self.complete_gradients()
+        return _hashes(weights.hf_tensors(self.chunks, lambda parameter: getattr(parameter, "main_grad", None)))
+
+    def weight_hashes(self) -> dict[str, str]:
+        """Hugging Face name → SHA-256 of the whole weight; on rank 0, elsewhere empty."""
+        return _hashes(self.hf_tensors())
 
     def train_step(
         self, rollout: Rollout, advantages: Tensor | None = None, *, lr: float = 1e-3, micro_batch: int = 1
     ) -> float:
         """`backward`, then one AdamW step on f32 masters; the updated model is the next weight version. Returns the loss."""
-        from mindspeed_tpi.patches.megatron_core.tensor_parallel.layers import add_head_gradients
-
         loss = self.backward(rollout, advantages, micro_batch=micro_batch)
-        add_head_gradients(self.model)
-        parameters: list[Any] = list(self.model.parameters())
+        self.complete_gradients()
+        parameters = self._parameters()
         if self._optimizer is None:
             self._masters = [p.detach().float().clone() for p in parameters]
             self._optimizer = torch.optim.AdamW(self._masters, lr=lr, weight_decay=0.0, foreach=False)
@@ -194,23 +265,97 @@ class Trainer:
             self._optimizer.step()
             for master, parameter in zip(self._masters, parameters, strict=True):
                 parameter.copy_(master)
-                parameter.main_grad.zero_()
         self.weight_version += 1
         return loss
 
-    def _loss(self, batch: Batch, temperature: float) -> Tensor:
-        """Cross entropy f32 [b, s] of one micro-batch at the sampling temperature."""
-        positions = torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens)
+    def _parameters(self) -> list[Any]:
+        return [parameter for chunk in self.chunks for parameter in chunk.parameters()]
+
+    def _zero_gradients(self) -> None:
+        from mindspeed_tpi.patches.megatron_core.tensor_parallel.layers import HEAD_GRAD
+
+        self._complete = False
+        for parameter in self._parameters():
+            if hasattr(parameter, "main_grad"):
+                parameter.main_grad.zero_()
+            else:
+                parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+                parameter.register_post_accumulate_grad_hook(_join_main_grad)
+            if hasattr(parameter, HEAD_GRAD):
+                delattr(parameter, HEAD_GRAD)
+
+    def _reduce_gradients(self) -> None:
+        """Sum over the ranks that saw other rows or other parts of them, by the tree in rank order."""
+        from megatron.core import parallel_state
+
+        from mindspeed_tpi.patches.megatron_core.tensor_parallel.layers import HEAD_GRAD
+
+        dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        expert = parallel_state.get_expert_data_parallel_group()
+        for chunk in self.chunks:
+            for name, parameter in chunk.named_parameters():
+                group = expert if ".mlp.experts." in name else dense
+                if tree.size(group) == 1:
+                    continue
+                for gradient in (parameter.main_grad, getattr(parameter, HEAD_GRAD, None)):
+                    if gradient is not None:
+                        gradient.copy_(tree.tree_reduce(gradient, group))
+
+    def _run(self, batches: Iterable[Batch], temperature: float, consume: Consume) -> None:
+        """Every micro-batch through the model, by Megatron-core's pipeline schedule where there is a pipeline.
+
+        Forward only under `torch.no_grad`, else with a backward pass from what `consume` returns.
+        """
+        if self.layout.pp == 1:
+            for batch in batches:
+                loss = consume(batch, self._loss(batch, temperature), _positions(batch))
+                if torch.is_grad_enabled():
+                    loss.backward()  # type: ignore[no-untyped-call]
+            return
+        from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+        todo = list(batches)
+        if self.layout.vpp > 1:  # the interleaved schedule takes whole groups
+            lines, length = todo[-1].tokens.shape
+            todo += [Batch.of([], [], length, lines)] * (-len(todo) % self.layout.pp)
+
+        def step(iterator: Iterator[Batch], chunk: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+            batch = next(iterator)
+            output = self._loss(batch, temperature, chunk)
+            return output, lambda loss: (consume(batch, loss, _positions(batch)), torch.zeros((), dtype=torch.int), {})
+
+        get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=[iter(todo) for _ in self.chunks],
+            model=self.chunks,
+            num_microbatches=len(todo),
+            seq_length=todo[0].tokens.shape[1],
+            micro_batch_size=todo[0].tokens.shape[0],
+            forward_only=not torch.is_grad_enabled(),
+        )
+
+    def _loss(self, batch: Batch, temperature: float, chunk: Any = None) -> Tensor:
+        """Cross entropy f32 [b, s of this rank] of one micro-batch at the sampling temperature; or what an earlier
+        pipeline stage hands on."""
+        from megatron.core.utils import get_batch_on_this_cp_rank
+
+        chunk = self.model if chunk is None else chunk
+        positions = torch.arange(batch.tokens.shape[1]).repeat(len(batch.tokens), 1)
+        tokens, labels, positions = get_batch_on_this_cp_rank(
+            {"tokens": batch.tokens, "labels": batch.labels, "positions": positions}
+        ).values()
         if self.request.stock and temperature != 1:
             from megatron.core import tensor_parallel
 
-            logits = self.model(batch.tokens, positions, None).float() / temperature
-            loss = tensor_parallel.vocab_parallel_cross_entropy(logits.transpose(0, 1).contiguous(), batch.labels.t())
-            return loss.t()  # type: ignore[no-any-return]
+            output = chunk(tokens, positions, None)
+            if not chunk.post_process:
+                return output  # type: ignore[no-any-return]
+            logits = (output.float() / temperature).transpose(0, 1).contiguous()
+            return tensor_parallel.vocab_parallel_cross_entropy(logits, labels.t()).t()  # type: ignore[no-any-return]
         from mindspeed_tpi.patches.megatron_core.tensor_parallel import cross_entropy
 
         with nullcontext() if temperature == 1 else cross_entropy.temperature(torch.tensor([temperature])):
-            return self.model(batch.tokens, positions, None, labels=batch.labels)  # type: ignore[no-any-return]
+            return chunk(tokens, positions, None, labels=labels)  # type: ignore[no-any-return]
 
     def _by_version(self, rollout: Rollout) -> Iterator[tuple[int, list[int]]]:
         """(weight version, sequences it produced), in ascending order."""
@@ -233,112 +378,30 @@ class Trainer:
         self.load(self._sources[version])
         self.weight_version = version
 
+    def _padded(self, length: int) -> int:
+        multiple = self.layout.row_multiple
+        return -(-length // multiple) * multiple
+
     def _batches(self, sequences: Sequence[Tensor], rows: list[int], micro_batch: int | None) -> Iterator[Batch]:
-        """Micro-batches of sequences of like length, longest first."""
+        """This rank's micro-batches of sequences of like length, longest first; as many and as large on every rank."""
+        ranks, rank = self.layout.dp, _data_parallel_rank()
         budget = min(BATCH_TOKENS, LOGITS // self.profile.vocab)
         rows = sorted(rows, key=lambda row: -len(sequences[row]))
         while rows:
-            longest = len(sequences[rows[0]])
-            count = micro_batch or max(1, budget // longest)
-            yield Batch.of(sequences, rows[:count], longest)
-            rows = rows[count:]
+            length = self._padded(len(sequences[rows[0]]))
+            count = ranks * (micro_batch or max(1, budget // length))
+            step, rows = rows[:count], rows[count:]
+            lines = -(-len(step) // ranks)
+            yield Batch.of(sequences, step[rank * lines : (rank + 1) * lines], length, lines)
 
-
-def build_model(profile: Profile, *, stock: bool = False) -> Any:
-    """A GPTModel with the local layer spec for `profile`; weights are left uninitialised.
-
-    Megatron-core must be started (`torch.distributed` and `parallel_state`).
-
-    Raises:
-        InputError: stock, and rotary constants that Megatron-core cannot express.
-    """
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    dtype = profile.torch_dtype
-    config = TransformerConfig(
-        num_layers=profile.layers,
-        hidden_size=profile.hidden,
-        num_attention_heads=profile.heads,
-        num_query_groups=profile.kv_heads,
-        kv_channels=profile.head_dim,
-        ffn_hidden_size=profile.ffn,
-        layernorm_epsilon=profile.eps,
-        normalization="RMSNorm",
-        qk_layernorm=profile.qk_norm,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        add_qkv_bias=profile.qkv_bias,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        window_size=(profile.window - 1, 0) if profile.window else None,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype is torch.bfloat16,
-        fp16=dtype is torch.float16,
-        use_cpu_initialization=True,
-        perform_initialization=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-    )
-    rope = profile.rope
-    numbers = dict(rope.parameters)
-    if stock:
-        _check_stock_rope(rope)
-    if rope.scaling == "yarn":
-        config.yarn_rotary_scaling_factor = numbers["factor"]
-        config.yarn_original_max_position_embeddings = numbers["original_max_position_embeddings"]
-        config.yarn_beta_fast = numbers.get("beta_fast", 32.0)
-        config.yarn_beta_slow = numbers.get("beta_slow", 1.0)
-        config.yarn_mscale = numbers.get("mscale")
-        config.yarn_mscale_all_dim = numbers.get("mscale_all_dim")
-        config.yarn_correction_range_round_to_int = bool(numbers.get("truncate", 1.0))
-    model = GPTModel(
-        config,
-        get_gpt_layer_local_spec(qk_layernorm=profile.qk_norm, normalization="RMSNorm"),
-        vocab_size=profile.vocab,
-        max_sequence_length=rope.max_position,
-        share_embeddings_and_output_weights=profile.tied,
-        position_embedding_type="yarn" if rope.scaling == "yarn" else "rope",
-        rotary_percent=rope.rotary_dim / profile.head_dim,
-        rotary_base=rope.theta,
-        rope_scaling=rope.scaling == "llama3",
-        rope_scaling_factor=numbers.get("factor", 1.0),
-        seq_len_interpolation_factor=numbers["factor"] if rope.scaling == "linear" else None,
-    )
-    if not stock:
-        model.rotary_pos_emb.rope_config = rope  # the checkpoint's own constants, also where Megatron-core has no field
-    return model.to(dtype)
-
-
-def _check_stock_rope(rope: ops.RopeConfig) -> None:
-    """Refuse rotary constants that stock Megatron-core would silently replace by its own."""
-    fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192.0}
-    numbers = dict(rope.parameters)
-    wrong = [k for k, v in fixed.items() if numbers[k] != v] if rope.scaling == "llama3" else []
-    if rope.scaling == "yarn" and "attention_factor" in numbers:
-        wrong = ["attention_factor"]
-    if wrong:
-        raise InputError(
-            f"stock Megatron-core cannot express {rope.scaling} rotary scaling with {', '.join(f'{k}={numbers[k]}' for k in wrong)}; "
-            "run without stock"
-        )
-
-
-def _start_megatron() -> None:
-    """One rank in this process: CPU shim, gloo, Megatron-core's process groups. Starting again is a no-op."""
-    cpu.enable()
-    import megatron.core.models.gpt.gpt_model  # noqa: F401
-    from megatron.core import parallel_state
-
-    if not torch.distributed.is_initialized():
-        store = torch.distributed.HashStore()  # type: ignore[attr-defined]
-        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel()
+    def _rows_in_order(self, sequences: Sequence[Tensor], length: int, micro_batch: int) -> Iterator[Batch]:
+        """This rank's contiguous run of rows in micro-batches; as many lines on every rank."""
+        lines = -(-len(sequences) // self.layout.dp)
+        start = _data_parallel_rank() * lines
+        rows = range(start, min(start + lines, len(sequences)))
+        for first in range(0, lines, micro_batch):
+            last = min(first + micro_batch, lines)
+            yield Batch.of(sequences, list(rows[first:last]), length, last - first)
 
 
 def _check_mode(stock: bool) -> None:
@@ -356,12 +419,53 @@ def _temperature(rollout: Rollout, request: Request) -> float:
     return float(sampling.get("logprob_temperature", default))
 
 
-def _collect_gradients(model: torch.nn.Module) -> None:
+def _join_main_grad(parameter: Any) -> None:
     """What autograd left in `.grad` (stock operators) joins the f32 `main_grad`; ours is there already."""
-    for parameter in model.parameters():
-        if parameter.grad is not None and not getattr(parameter, "grad_added_to_main_grad", False):
-            parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
-        parameter.grad = None
+    if not getattr(parameter, "grad_added_to_main_grad", False):
+        parameter.main_grad.add_(parameter.grad)
+    parameter.grad = None
+
+
+def _positions(batch: Batch) -> Tensor:
+    """Position in its row of every token that this context-parallel rank holds, int64 [s of this rank]."""
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    whole = torch.arange(batch.tokens.shape[1]).unsqueeze(0)
+    return get_batch_on_this_cp_rank({"positions": whole})["positions"][0]  # type: ignore[no-any-return]
+
+
+def _data_parallel_rank() -> int:
+    from megatron.core import parallel_state
+
+    return parallel_state.get_data_parallel_rank()  # type: ignore[no-any-return]
+
+
+def _reports() -> bool:
+    """Whether this rank's losses count: its tensor-parallel peers have the same."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_tensor_model_parallel_rank() == 0  # type: ignore[no-any-return]
+
+
+def _assemble(result: Tensor, seen: Tensor, starts: list[int]) -> Tensor:
+    """Every rank's share of the log-probabilities, put together; NaN for the first token of each sequence.
+
+    Args:
+        result: f32 [N], +0 where `seen`, int32 [N], is 0: another rank has it.
+    """
+    if dist.get_world_size() > 1:
+        result = tree.owned_sum(result, dist.group.WORLD)
+        dist.all_reduce(seen)
+    first = torch.zeros(len(seen), dtype=torch.bool)
+    first[starts[:-1]] = True
+    if not torch.equal(seen, (~first).int()):
+        raise RuntimeError(f"{int((seen != (~first).int()).sum())} log-probabilities have no rank, or more than one")
+    result[first] = math.nan
+    return result
+
+
+def _hashes(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    return {name: hashlib.sha256(t.contiguous().view(torch.uint8).numpy().data).hexdigest() for name, t in tensors}
 
 
 def run(request: Request, rollout: Rollout, progress: bool = False) -> tuple[Tensor, dict[str, Any]]:
@@ -398,10 +502,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def work() -> None:
         if options.wait:
-            _start_megatron()
+            import_megatron()
             process.wait_for(Path(options.rollout))
         logprobs, meta = run(Request.load(options.request), Rollout.load(options.rollout), options.progress)
-        save_file({"logprobs": logprobs}, options.out, metadata={"meta": json.dumps(meta, sort_keys=True)})
+        if dist.get_rank() == 0:
+            save_file({"logprobs": logprobs}, options.out, metadata={"meta": json.dumps(meta, sort_keys=True)})
 
     return process.status(work)
 

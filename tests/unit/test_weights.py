@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mindspeed_tpi import weights
 from mindspeed_tpi.errors import InputError
-from mindspeed_tpi.parity.trainer import _start_megatron, build_model
+from mindspeed_tpi.parity.megatron import build_model, start_megatron
 from mindspeed_tpi.profiles import Profile
 from tests.models import FAMILIES, write_model
 
@@ -27,7 +27,7 @@ def checkpoint(tmp_path: Path) -> Callable[..., tuple[Path, Any, dict[str, Tenso
 
     def make(family: str, dtype: str = "bfloat16") -> tuple[Path, Any, dict[str, Tensor]]:
         path = write_model(tmp_path / family, family, dtype=dtype, **SIZES)  # type: ignore[arg-type]
-        _start_megatron()
+        start_megatron()
         return path, build_model(Profile.load(path)), load_file(str(path / "model.safetensors"))
 
     return make

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from mindspeed_tpi.errors import InputError, LayoutError, ParityError
+from mindspeed_tpi.parity.megatron import build_model
 from mindspeed_tpi.parity.request import Request
-from mindspeed_tpi.parity.trainer import Trainer, build_model, main
+from mindspeed_tpi.parity.trainer import Trainer, main
 from mindspeed_tpi.patches.megatron_core import PATCHES, support
 from mindspeed_tpi.platform import cpu
 from tests.patches.megatron_core.conftest import VOCAB, rollout_for, same_bits, tiny_model
@@ -208,7 +209,7 @@ def test_parity_spec_gives_the_same_model(trainer: Build) -> None:
 
 @pytest.mark.parametrize("scaling", ["yarn", "llama3", "linear"])
 def test_rope_config_from_megatron_arguments(tmp_path: Path, scaling: str) -> None:
-    from mindspeed_tpi.parity.trainer import _start_megatron
+    from mindspeed_tpi.parity.megatron import start_megatron
     from mindspeed_tpi.patches.megatron_core.models.gpt import gpt_model
     from mindspeed_tpi.profiles import Profile
 
@@ -228,7 +229,7 @@ def test_rope_config_from_megatron_arguments(tmp_path: Path, scaling: str) -> No
         },
         "linear": {"factor": 2.0},
     }[scaling]
-    _start_megatron()
+    start_megatron()
     profile = Profile.load(tiny_model(tmp_path, "llama", rope_scaling={"rope_type": scaling, **numbers}))
     found = []
     original = gpt_model.rope_config
