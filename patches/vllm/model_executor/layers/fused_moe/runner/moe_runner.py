@@ -54,7 +54,9 @@ def _check(runner: Any, profile: Profile) -> None:
 
     moe = profile.moe
     if moe is None:
-        raise ParityError(f"{runner.layer_name}: experts in a {profile.family}, which the numerics contract knows as dense")
+        raise ParityError(
+            f"{runner.layer_name}: experts in a {profile.family}, which the numerics contract knows as dense"
+        )
     router, experts, config = runner.router, runner.routed_experts, runner.moe_config
     if type(router) is not CPURouter:
         raise ParityError(f"{runner.layer_name}: router {type(router).__name__} is outside the numerics contract")
