@@ -91,7 +91,7 @@ _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "rope_interleaved": ((None, False), "only rotary halves are served, not interleaved pairs"),
     "logit_scale": ((None, 1.0), "scaled logits are not served"),
 }
-_DENSE = ("num_experts", "num_local_experts", "n_routed_experts")
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _NEEDED = (
     "hidden_size",
     "num_hidden_layers",
@@ -201,9 +201,7 @@ class Profile:
         for key, (neutral, remedy) in _NEUTRAL.items():
             if config.get(key) not in neutral and key not in (family.qkv_bias, family.qk_norm):
                 raise InputError(f"{name} with {key}={config[key]!r} is not supported: {remedy}")
-        for key in _DENSE:
-            if config.get(key) and (family.moe is None or key != family.moe.experts):
-                raise InputError(f"{name} with {key}={config[key]!r} is not supported: this family is dense")
+        config = _one_expert_count(name, family, config)
         missing = [key for key in _NEEDED if config.get(key) is None]
         if missing:
             raise InputError(f"the model's config.json lacks {', '.join(missing)}")
@@ -238,6 +236,17 @@ class Profile:
 
 def _flag(value: bool | str, config: Mapping[str, Any]) -> bool:
     return bool(config.get(value, False)) if isinstance(value, str) else value
+
+
+def _one_expert_count(name: str, family: Family, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration with its number of experts under the family's key; transformers writes it under another name."""
+    counts = {key: config[key] for key in _EXPERT_COUNTS if config.get(key)}
+    shown = ", ".join(f"{key}={value!r}" for key, value in counts.items())
+    if counts and family.moe is None:
+        raise InputError(f"{name} with {shown} is not supported: this family is dense")
+    if len(set(counts.values())) > 1:
+        raise InputError(f"{name} with {shown}: these are names of one number; keep one of them")
+    return {**config, family.moe.experts: next(iter(counts.values()))} if family.moe and counts else config
 
 
 def _moe(name: str, family: MoeFamily, config: Mapping[str, Any]) -> Moe:

@@ -183,7 +183,9 @@ def _moe_weights(prefix: str, config: dict[str, Any], normal: Callable[..., Tens
     hidden = config["hidden_size"]
     mixtral = "num_local_experts" in config
     experts = config.get("num_local_experts") or config.get("num_experts") or config["n_routed_experts"]
-    block, names = ("block_sparse_moe.", ("w1", "w3", "w2")) if mixtral else ("mlp.", ("gate_proj", "up_proj", "down_proj"))
+    block, names = (
+        ("block_sparse_moe.", ("w1", "w3", "w2")) if mixtral else ("mlp.", ("gate_proj", "up_proj", "down_proj"))
+    )
     ffn = config["intermediate_size"] if mixtral else config["moe_intermediate_size"]
     block = prefix + block
     router = normal(experts, hidden)

@@ -1,4 +1,4 @@
-"""The dense families written out with the contract's operators and nothing else: a third witness beside the two engines.
+"""The families written out with the contract's operators and nothing else: a third witness beside the two engines.
 
     logprobs = PlainModel.load("model-dir").logprobs(token_ids)        # one sequence
 
@@ -22,7 +22,10 @@ class PlainModel:
 
     def __init__(self, profile: Profile, weights: dict[str, Tensor], dtype: torch.dtype) -> None:
         self.profile = profile
-        self.weights = {name: tensor.to(dtype).requires_grad_() for name, tensor in weights.items()}
+        self.weights = {
+            name: (tensor if name.endswith("correction_bias") else tensor.to(dtype)).requires_grad_()
+            for name, tensor in weights.items()
+        }
         for tensor in self.weights.values():
             tensor.main_grad = torch.zeros_like(tensor, dtype=torch.float32)  # type: ignore[attr-defined]
         self.cos, self.sin = ops.rope_tables(profile.rope)
@@ -74,6 +77,40 @@ class PlainModel:
         return ops.linear(out.flatten(1), self.weights[prefix + "o_proj.weight"])
 
     def mlp(self, layer: int, x: Tensor) -> Tensor:
-        prefix = f"model.layers.{layer}.mlp."
-        gate_up = torch.cat([self.weights[f"{prefix}{n}_proj.weight"] for n in ("gate", "up")])
-        return ops.linear(ops.swiglu(ops.linear(x, gate_up)), self.weights[prefix + "down_proj.weight"])
+        moe = self.profile.moe
+        if moe and layer not in moe.dense_layers:
+            return self.experts(f"model.layers.{layer}.", x)
+        return self.ffn(x, f"model.layers.{layer}.mlp.", ("gate_proj", "up_proj", "down_proj"))
+
+    def ffn(self, x: Tensor, prefix: str, names: tuple[str, str, str]) -> Tensor:
+        gate, up, down = (self.weights[f"{prefix}{name}.weight"] for name in names)
+        return ops.linear(ops.swiglu(ops.linear(x, torch.cat([gate, up]))), down)
+
+    def experts(self, prefix: str, x: Tensor) -> Tensor:
+        """Token by token, expert by expert; forward only."""
+        moe = self.profile.moe
+        assert moe is not None
+        mixtral = self.profile.family == "MixtralForCausalLM"
+        prefix += "block_sparse_moe." if mixtral else "mlp."
+        names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+        weights, ids = ops.moe_route(
+            ops.linear(x, self.weights[prefix + "gate.weight"], out_dtype=torch.float32),
+            moe.topk,
+            expert_bias=self.weights[prefix + "gate.e_score_correction_bias"] if moe.bias else None,
+            score=moe.score,
+            renormalize=moe.renormalize,
+            groups=moe.groups,
+            topk_groups=moe.topk_groups,
+            scaling=moe.scaling,
+            eps=moe.eps,
+        )
+        chosen = [(t, e) for t, row in enumerate(ids.tolist()) for e in row]
+        y = torch.cat([self.ffn(x[t : t + 1], f"{prefix}experts.{e}.", names) for t, e in chosen])
+        out = ops.moe_combine(y, torch.arange(len(chosen)).view(ids.shape), weights)
+        if not moe.shared_ffn:
+            return out
+        shared = self.ffn(x, prefix + ("shared_expert." if moe.shared_gate else "shared_experts."), names)
+        if moe.shared_gate:
+            gate = ops.linear(x, self.weights[prefix + "shared_expert_gate.weight"], out_dtype=torch.float32)
+            shared = ops.sigmoid_gate(shared, gate)
+        return out + shared

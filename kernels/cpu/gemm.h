@@ -61,11 +61,14 @@ inline float* scratch(i64 floats) {
 // running sum takes in one stored partial per trailing one bit of g, and is stored one level above the last of them.
 struct Reduction {
   i64 n, leaf, block;
+  i64 half;     // n / 2 when paired: [gate; up], whose leaves are taken gate 0, up 0, gate 1, up 1, …; else 0
   int levels;   // stored levels: bits of the last leaf that has elements
   int inner;    // of these, levels that complete inside a block
   bool padded;  // leaves beyond 2^levels exist; all are +0
 
-  Reduction(i64 n_, i64 leaf_, i64 leaves) : n(n_), leaf(max_of(leaf_, 1)), block(leaf), levels(0), inner(0) {
+  Reduction(i64 n_, i64 leaf_, i64 leaves, bool paired = false)
+      : n(n_), leaf(max_of(leaf_, 1)), block(leaf), half(paired ? n / 2 : 0), levels(0), inner(0) {
+    if (paired) leaves *= 2;
     i64 used = max_of(div_up(n, leaf), 1);
     while ((i64(1) << levels) < used) ++levels;
     padded = leaves > (i64(1) << levels);
@@ -77,8 +80,19 @@ struct Reduction {
   }
   // Block boundaries: whole groups of leaves, or pieces that never straddle two leaves.
   i64 block_end(i64 k) const { return min_of(n, min_of(k + block, leaf > kBlockK ? (k / leaf + 1) * leaf : n)); }
-  static bool valid(i64 n, i64 leaf, i64 leaves) {
-    return n >= 0 && leaf >= 0 && is_power_of_two(leaves) && div_up(n, leaves) <= leaf;
+  // f(k, source, count) for the runs of [k0, k1) that lie together in memory, at `source`.
+  template <class F>
+  void for_runs(i64 k0, i64 k1, const F& f) const {
+    if (!half) return f(k0, k0, k1 - k0);
+    for (i64 k = k0; k < k1;) {
+      const i64 g = k / leaf, end = min_of((g + 1) * leaf, k1);
+      f(k, g % 2 * half + g / 2 * leaf + k % leaf, end - k);
+      k = end;
+    }
+  }
+  static bool valid(i64 n, i64 leaf, i64 leaves, bool paired = false) {
+    if (n < 0 || leaf < 0 || !is_power_of_two(leaves)) return false;
+    return paired ? n == 2 * leaf * leaves : div_up(n, leaves) <= leaf;
   }
 };
 
@@ -277,7 +291,7 @@ bool reduce_block(const Reduction& red, Operand<T> A, i64 r0, i64 r1, Operand<T>
                   const Finish& finish) {
   const i64 lanes_max = round_up(min_of(l1 - l0, kBlockLanes), W);
   const bool resident = red.n <= red.block || lanes_max * red.n <= kResident;
-  const bool in_place = sizeof(T) == sizeof(float) && A.k_dense && l1 - l0 <= kInPlaceLanes;
+  const bool in_place = sizeof(T) == sizeof(float) && A.k_dense && !red.half && l1 - l0 <= kInPlaceLanes;
   const i64 rows_max = min_of(r1 - r0, resident ? kStreamRows : kBlockRows);
   const i64 pack_ld = round_up(red.block, 16) + 16;  // off the power-of-two strides that share cache sets
   const i64 b_size = lanes_max * (resident ? red.n : min_of(red.block, red.n));
@@ -296,10 +310,12 @@ bool reduce_block(const Reduction& red, Operand<T> A, i64 r0, i64 r1, Operand<T>
       for (i64 v = 0; v < vectors; v += panel_vectors(v)) {
         const i64 width = panel_vectors(v) * W, l = lb + v * W, n = min_of(l1 - l, width);
         float* d = dst + v * W * (k1 - k0);
-        if (B.k_dense)
-          pack_transposed(B.at(l, k0), B.ld, n, k1 - k0, d, width);
-        else
-          pack_copied(B.at(l, k0), B.ld, k1 - k0, n, d, width);
+        red.for_runs(k0, k1, [&](i64 k, i64 source, i64 count) {
+          if (B.k_dense)
+            pack_transposed(B.at(l, source), B.ld, n, count, d + (k - k0) * width, width);
+          else
+            pack_copied(B.at(l, source), B.ld, count, n, d + (k - k0) * width, width);
+        });
       }
     };
     if (resident)
@@ -318,10 +334,13 @@ bool reduce_block(const Reduction& red, Operand<T> A, i64 r0, i64 r1, Operand<T>
           if (in_place) {
             a = reinterpret_cast<const float*>(A.at(rb + rp, k0));
             a_ld = A.ld;
-          } else if (A.k_dense) {
-            pack_copied(A.at(rb + rp, k0), A.ld, part, k1 - k0, a_pack, pack_ld);
           } else {
-            pack_transposed(A.at(rb + rp, k0), A.ld, k1 - k0, part, a_pack, pack_ld);
+            red.for_runs(k0, k1, [&](i64 k, i64 source, i64 count) {
+              if (A.k_dense)
+                pack_copied(A.at(rb + rp, source), A.ld, part, count, a_pack + (k - k0), pack_ld);
+              else
+                pack_transposed(A.at(rb + rp, source), A.ld, count, part, a_pack + (k - k0), pack_ld);
+            });
           }
           for (i64 v = 0; v < vectors; v += panel_vectors(v)) {
             const int P = int(panel_vectors(v)), width = P * W;

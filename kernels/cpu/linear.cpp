@@ -175,12 +175,13 @@ inline int linear(int dtype, int out_dtype, const void* x, i64 ldx, const void* 
 }
 
 inline int linear_dx(int dtype, int out_dtype, const void* dy, i64 lddy, const void* w, i64 expert_stride, i64 ldw,
-                     void* dx, i64 lddx, const i64* offsets, i64 experts, i64 N, i64 K, i64 leaf, i64 leaves) {
-  if (K < 0 || !Reduction::valid(N, leaf, leaves)) return TPI_BAD_SHAPE;
+                     void* dx, i64 lddx, const i64* offsets, i64 experts, i64 N, i64 K, i64 leaf, i64 leaves,
+                     bool paired) {
+  if (K < 0 || !Reduction::valid(N, leaf, leaves, paired)) return TPI_BAD_SHAPE;
   return for_dtypes(dtype, out_dtype, [&](auto in, auto result) -> int {
     using T = decltype(in);
     using TO = decltype(result);
-    const Reduction red(N, leaf, leaves);
+    const Reduction red(N, leaf, leaves, paired);
     const RowMajorOut<TO> out{static_cast<TO*>(dx), lddx};
     return for_groups(offsets, experts, K, double(N) * double(K), [&](i64 e, i64 m0, i64 m1, i64 k0, i64 k1) {
       const T* we = static_cast<const T*>(w) + e * expert_stride;
@@ -217,16 +218,16 @@ TPI_EXPORT(grouped_linear)(int dtype, int out_dtype, const void* x, i64 ldx, con
 }
 
 TPI_EXPORT(linear_dx)(int dtype, int out_dtype, const void* dy, i64 lddy, const void* w, i64 ldw, void* dx, i64 lddx,
-                      i64 M, i64 N, i64 K, i64 leaf, i64 leaves) {
+                      i64 M, i64 N, i64 K, i64 leaf, i64 leaves, int paired) {
   const i64 offsets[2] = {0, M};
-  return gemm::linear_dx(dtype, out_dtype, dy, lddy, w, 0, ldw, dx, lddx, offsets, 1, N, K, leaf, leaves);
+  return gemm::linear_dx(dtype, out_dtype, dy, lddy, w, 0, ldw, dx, lddx, offsets, 1, N, K, leaf, leaves, paired != 0);
 }
 
 TPI_EXPORT(grouped_linear_dx)(int dtype, int out_dtype, const void* dy, i64 lddy, const void* w, i64 expert_stride,
                               i64 ldw, void* dx, i64 lddx, const i64* offsets, i64 experts, i64 N, i64 K, i64 leaf,
-                              i64 leaves) {
+                              i64 leaves, int paired) {
   return gemm::linear_dx(dtype, out_dtype, dy, lddy, w, expert_stride, ldw, dx, lddx, offsets, experts, N, K, leaf,
-                           leaves);
+                         leaves, paired != 0);
 }
 
 TPI_EXPORT(linear_dw)(int dtype, const void* dy, i64 lddy, const void* x, i64 ldx, float* grad, i64 ldg, i64 N, i64 K,

@@ -1,4 +1,4 @@
-// RMSNorm, its input gradient and its weight gradient.
+// RMSNorm, its input gradient and its weight gradient; the residual add.
 #include "elementwise.h"
 #include "lane_tree.h"
 
@@ -87,67 +87,65 @@ void norm_backward(const T* dy, Rows dys, const T* x, Rows xs, const T* w, const
   }
 }
 
-// The weight gradient of columns [first, first + width), width <= kColumns.
+// Columns that the weight gradient is worked on at a time.
+constexpr i64 kGradientColumns = 1024;
+
+// acc = fma(dy, n, acc), n = rounded(x * r).
+template <class T>
+void accumulate(const T* dy, const T* x, float r, i64 width, float* acc) {
+  const vf scale = set1(r);
+  for_columns(0, width, [&](i64 j, int m) TPI_INLINE {
+    vf n = round_as(T(), mul(load_part(x + j, m), scale));
+    store_part(acc + j, fma(load_part(dy + j, m), n, load_part((const float*)acc + j, m)), m);
+  });
+}
+
+// One token's weight gradient summed over heads: leaves of heads chained, a tree over leaves.
+template <class T>
+struct HeadSum {
+  const T *dy, *x;
+  i64 dy_head, x_head;
+  const float* rstd;
+  i64 leaf, width;
+
+  void operator()(i64 first, i64 leaves, float* out) const {
+    if (leaves > 1) {
+      float right[kGradientColumns];
+      (*this)(first, leaves / 2, out);
+      (*this)(first + leaves / 2, leaves / 2, right);
+      for (i64 j = 0; j < width; ++j) out[j] += right[j];
+      return;
+    }
+    for (i64 j = 0; j < width; ++j) out[j] = 0.0f;
+    for (i64 h = first * leaf; h < (first + 1) * leaf; ++h)
+      accumulate(dy + h * dy_head, x + h * x_head, rstd[h], width, out);
+  }
+};
+
+// The weight gradient of columns [first, first + width), width <= kGradientColumns.
 template <class T>
 struct WeightGradient {
-  static constexpr i64 kColumns = 1024;
-
   const T *dy, *x;
-  i64 dy_token, dy_head, x_token, x_head;
+  i64 lddy, ldx;
   const float* rstd;
-  i64 heads, head_leaves, first, width;
+  i64 first, width;
   i64 token0, tokens, token_stride, span;  // the current row
 
-  void clear(float* acc) const {
-    for (i64 j = 0; j < width; ++j) acc[j] = 0.0f;
-  }
-  void add_to(float* acc, const float* x) const {
-    for (i64 j = 0; j < width; ++j) acc[j] += x[j];
-  }
-
-  // acc = fma(dy, n, acc) of one token and head.
-  void accumulate(i64 token, i64 head, float* acc) const {
-    const T *d = dy + token * dy_token + head * dy_head + first, *a = x + token * x_token + head * x_head + first;
-    const vf scale = set1(rstd[token * heads + head]);
-    for_columns(0, width, [&](i64 j, int m) TPI_INLINE {
-      vf n = round_as(T(), mul(load_part(a + j, m), scale));
-      store_part(acc + j, fma(load_part(d + j, m), n, load_part((const float*)acc + j, m)), m);
-    });
-  }
-
-  void head_tree(i64 token, i64 leaf0, i64 leaves, float* out) const {
-    if (leaves > 1) {
-      float right[kColumns];
-      head_tree(token, leaf0, leaves / 2, out);
-      head_tree(token, leaf0 + leaves / 2, leaves / 2, right);
-      return add_to(out, right);
-    }
-    const i64 length = heads / head_leaves;
-    clear(out);
-    for (i64 head = leaf0 * length; head < (leaf0 + 1) * length; ++head) accumulate(token, head, out);
-  }
-
   void span_chain(i64 index, float* acc) const {
-    clear(acc);
+    for (i64 j = 0; j < width; ++j) acc[j] = 0.0f;
     const i64 end = (index + 1) * span < tokens ? (index + 1) * span : tokens;
     for (i64 k = index * span; k < end; ++k) {
       const i64 token = token0 + k * token_stride;
-      if (heads == 1) {
-        accumulate(token, 0, acc);
-      } else {
-        float t[kColumns];
-        head_tree(token, 0, head_leaves, t);
-        add_to(acc, t);
-      }
+      accumulate(dy + token * lddy + first, x + token * ldx + first, rstd[token], width, acc);
     }
   }
 
   void span_tree(i64 span0, i64 spans, float* out) const {
     if (spans == 1) return span_chain(span0, out);
-    float right[kColumns];
+    float right[kGradientColumns];
     span_tree(span0, spans / 2, out);
     span_tree(span0 + spans / 2, spans / 2, right);
-    add_to(out, right);
+    for (i64 j = 0; j < width; ++j) out[j] += right[j];
   }
 };
 
@@ -185,9 +183,9 @@ TPI_EXPORT(rms_norm_backward)
 }
 
 TPI_EXPORT(rms_norm_dw)
-(int dtype, const void* dy, i64 dy_so, i64 dy_si, const void* x, i64 x_so, i64 x_si, const float* rstd, float* grad,
- i64 heads, i64 H, i64 rows, const i64* row_first, const i64* row_len, i64 row_stride, i64 spans) {
-  if (heads < 1 || !is_power_of_two(spans)) return TPI_BAD_SHAPE;
+(int dtype, const void* dy, i64 lddy, const void* x, i64 ldx, const float* rstd, float* grad, i64 H, i64 rows,
+ const i64* row_first, const i64* row_len, i64 row_stride, i64 spans) {
+  if (!is_power_of_two(spans)) return TPI_BAD_SHAPE;
   return for_dtype(dtype, [&](auto tag) {
     using Gradient = WeightGradient<decltype(tag)>;
     using T = decltype(tag);
@@ -196,10 +194,9 @@ TPI_EXPORT(rms_norm_dw)
     // Threads own columns, whole cache lines of them; no sum is ever split.
     constexpr i64 kLine = 16;
     i64 columns = (H / omp_get_max_threads() + kLine - 1) / kLine * kLine;
-    columns = columns < kLine ? kLine : columns > Gradient::kColumns ? Gradient::kColumns : columns;
-    parallel_for((H + columns - 1) / columns, tokens * heads * H, [&](i64 begin, i64 end) {
-      Gradient g = {(const T*)dy, (const T*)x, dy_so, dy_si, x_so, x_si, rstd, heads, heads & -heads, 0, 0, 0, 0,
-                    row_stride, 0};
+    columns = columns < kLine ? kLine : columns > kGradientColumns ? kGradientColumns : columns;
+    parallel_for((H + columns - 1) / columns, tokens * H, [&](i64 begin, i64 end) {
+      Gradient g = {(const T*)dy, (const T*)x, lddy, ldx, rstd, 0, 0, 0, 0, row_stride, 0};
       for (i64 unit = begin; unit < end; ++unit) {
         g.first = unit * columns;
         g.width = H - g.first < columns ? H - g.first : columns;
@@ -207,7 +204,7 @@ TPI_EXPORT(rms_norm_dw)
           g.token0 = row_first[r];
           g.tokens = row_len[r];
           g.span = (row_len[r] + spans - 1) / spans;
-          float total[Gradient::kColumns];
+          float total[kGradientColumns];
           g.span_tree(0, spans, total);
           float* out = grad + g.first;
           for_columns(0, g.width, [&](i64 j, int m) TPI_INLINE {
@@ -215,6 +212,43 @@ TPI_EXPORT(rms_norm_dw)
           });
         }
       }
+    });
+    return int(TPI_OK);
+  });
+}
+
+TPI_EXPORT(head_terms)
+(int dtype, const void* dy, i64 dy_ts, i64 dy_hs, const void* x, i64 x_ts, i64 x_hs, const float* rstd, float* terms,
+ i64 T, i64 heads, i64 D) {
+  if (heads < 1) return TPI_BAD_SHAPE;
+  return for_dtype(dtype, [&](auto tag) {
+    using E = decltype(tag);
+    const i64 leaves = heads & -heads;
+    parallel_for(T, T * heads * D, [&](i64 first, i64 last) {
+      for (i64 t = first; t < last; ++t)
+        for (i64 d = 0; d < D; d += kGradientColumns) {
+          const i64 width = D - d < kGradientColumns ? D - d : kGradientColumns;
+          const HeadSum<E> sum = {(const E*)dy + t * dy_ts + d, (const E*)x + t * x_ts + d, dy_hs, x_hs,
+                                  rstd + t * heads, heads / leaves, width};
+          float total[kGradientColumns];
+          sum(0, leaves, total);
+          for_columns(0, width, [&](i64 j, int n) TPI_INLINE {
+            store_part(terms + t * D + d + j, load_part((const float*)total + j, n), n);
+          });
+        }
+    });
+    return int(TPI_OK);
+  });
+}
+
+TPI_EXPORT(residual_add)(int dtype, const void* x, i64 ldx, const void* y, i64 ldy, void* out, i64 M, i64 N) {
+  return for_dtype(dtype, [&](auto tag) {
+    using T = decltype(tag);
+    parallel_rows(M, N, M * N, [&](i64 row, i64 first, i64 last) {
+      const T *a = (const T*)x + row * ldx, *b = (const T*)y + row * ldy;
+      for_columns(first, last, [&](i64 j, int n) TPI_INLINE {
+        store_part((T*)out + row * N + j, add(load_part(a + j, n), load_part(b + j, n)), n);
+      });
     });
     return int(TPI_OK);
   });

@@ -65,8 +65,10 @@ def linear(
     return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype or x.dtype)
 
 
-@_define("linear_dx(Tensor dy, Tensor weight, int leaf, int leaves, ScalarType? out_dtype) -> Tensor")
-def linear_dx(dy: Tensor, weight: Tensor, leaf: int, leaves: int, out_dtype: torch.dtype | None) -> Tensor:
+@_define("linear_dx(Tensor dy, Tensor weight, int leaf, int leaves, ScalarType? out_dtype, bool paired) -> Tensor")
+def linear_dx(
+    dy: Tensor, weight: Tensor, leaf: int, leaves: int, out_dtype: torch.dtype | None, paired: bool
+) -> Tensor:
     return dy.new_empty((*dy.shape[:-1], weight.shape[1]), dtype=out_dtype or dy.dtype)
 
 
@@ -90,10 +92,11 @@ def grouped_linear(
 
 
 @_define(
-    "grouped_linear_dx(Tensor dy, Tensor weight, Tensor offsets, int leaf, int leaves, ScalarType? out_dtype) -> Tensor"
+    "grouped_linear_dx(Tensor dy, Tensor weight, Tensor offsets, int leaf, int leaves, ScalarType? out_dtype, "
+    "bool paired) -> Tensor"
 )
 def grouped_linear_dx(
-    dy: Tensor, weight: Tensor, offsets: Tensor, leaf: int, leaves: int, out_dtype: torch.dtype | None
+    dy: Tensor, weight: Tensor, offsets: Tensor, leaf: int, leaves: int, out_dtype: torch.dtype | None, paired: bool
 ) -> Tensor:
     return dy.new_empty((dy.shape[0], weight.shape[2]), dtype=out_dtype or dy.dtype)
 
@@ -183,6 +186,16 @@ def rms_norm_dw(
     dy: Tensor, x: Tensor, rstd: Tensor, grad: Tensor, batch: int, row_offsets: Tensor | None, spans: int
 ) -> None:
     return None
+
+
+@_define("head_terms(Tensor dy, Tensor x, Tensor rstd) -> Tensor")
+def head_terms(dy: Tensor, x: Tensor, rstd: Tensor) -> Tensor:
+    return _f32(x, x.shape[0], x.shape[2])
+
+
+@_define("residual_add(Tensor x, Tensor y) -> Tensor")
+def residual_add(x: Tensor, y: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
 
 
 @_define("rope(Tensor x, Tensor cos, Tensor sin, Tensor positions, bool inverse) -> Tensor")
@@ -285,6 +298,33 @@ def moe_route(
     return _f32(logits, logits.shape[0], topk), logits.new_empty((logits.shape[0], topk), dtype=torch.int32)
 
 
+@_define(
+    "moe_route_backward(Tensor dweights, Tensor logits, Tensor ids, str score, bool renormalize, float scaling, "
+    "float eps) -> Tensor"
+)
+def moe_route_backward(
+    dweights: Tensor, logits: Tensor, ids: Tensor, score: str, renormalize: bool, scaling: float, eps: float
+) -> Tensor:
+    return _f32(logits, *logits.shape)
+
+
 @_define("moe_combine(Tensor y, Tensor slots, Tensor weights) -> Tensor")
 def moe_combine(y: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
     return y.new_empty((slots.shape[0], y.shape[1]))
+
+
+@_define(
+    "expert_weight_backward(Tensor g, Tensor a, Tensor weights, int leaf, int leaves) -> (Tensor dweights, Tensor da)"
+)
+def expert_weight_backward(g: Tensor, a: Tensor, weights: Tensor, leaf: int, leaves: int) -> tuple[Tensor, Tensor]:
+    return _f32(g, g.shape[0]), a.new_empty(a.shape)
+
+
+@_define("sigmoid_gate(Tensor y, Tensor logits) -> Tensor")
+def sigmoid_gate(y: Tensor, logits: Tensor) -> Tensor:
+    return y.new_empty(y.shape)
+
+
+@_define("sigmoid_gate_backward(Tensor dout, Tensor y, Tensor logits) -> (Tensor dy, Tensor dlogits)")
+def sigmoid_gate_backward(dout: Tensor, y: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    return y.new_empty(y.shape), _f32(logits, *logits.shape)

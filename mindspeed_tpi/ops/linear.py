@@ -20,6 +20,7 @@ def linear(
     *,
     leaves: Leaves | None = None,
     dx_leaves: Leaves | None = None,
+    paired: bool = False,
     out_dtype: torch.dtype | None = None,
     batch: int = 1,
     row_offsets: Tensor | None = None,
@@ -29,7 +30,8 @@ def linear(
     Args:
         x: [*, K]. weight: [N, K], row-major, of x's dtype. bias: [N] or None.
         leaves: cut of K (default: the contract's for K; a rank that owns part of K passes its shard's).
-        dx_leaves: cut of N in the backward pass (default: the contract's for N).
+        dx_leaves: cut of N in the backward pass (default: the contract's for N; for N/2 if paired).
+        paired: the weight is [gate; up]: dx adds leaf i of both halves first.
         out_dtype: None rounds to x's dtype; float32 leaves the f32 sum.
         batch, row_offsets: rows of the weight gradient (docs/op-schemas.md).
 
@@ -41,17 +43,31 @@ def linear(
     """
     cut = leaves or contract.current().leaves(weight.shape[1])
     if needs_grad(x, weight, bias):
-        result: Tensor = _Linear.apply(x, weight, bias, cut, dx_leaves, out_dtype, batch, row_offsets)
+        result: Tensor = _Linear.apply(x, weight, bias, cut, dx_leaves, paired, out_dtype, batch, row_offsets)
         return result
     return schemas.linear(x, weight, bias, cut.size, cut.count, out_dtype)
 
 
 def linear_dx(
-    dy: Tensor, weight: Tensor, *, leaves: Leaves | None = None, out_dtype: torch.dtype | None = None
+    dy: Tensor,
+    weight: Tensor,
+    *,
+    leaves: Leaves | None = None,
+    paired: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """dx = dy weight; dy [*, N], weight [N, K] → [*, K], reduced over N in `leaves` (default: the contract's for N)."""
-    cut = leaves or contract.current().leaves(weight.shape[0])
-    return schemas.linear_dx(dy, weight, cut.size, cut.count, out_dtype)
+    """dx = dy weight; dy [*, N], weight [N, K] → [*, K].
+
+    Args:
+        leaves: cut of N (default: the contract's; a rank that owns part of N passes its shard's).
+        paired: the weight is [gate; up] of N/2 rows each, which `leaves` cuts; leaf i of both halves is added first.
+        out_dtype: None rounds to dy's dtype; float32 leaves the f32 sum.
+
+    Raises:
+        BackendError: dtypes, devices or shapes outside the schema.
+    """
+    cut = leaves or contract.current().leaves(weight.shape[0] // (2 if paired else 1))
+    return schemas.linear_dx(dy, weight, cut.size, cut.count, out_dtype, paired)
 
 
 def linear_dw(
@@ -67,11 +83,11 @@ def linear_db(dy: Tensor, grad: Tensor, *, batch: int = 1, row_offsets: Tensor |
 
 
 def _gradients(
-    ctx: Any, dy: Tensor, dx_leaves: Leaves | None, batch: int, row_offsets: Tensor | None
+    ctx: Any, dy: Tensor, dx_leaves: Leaves | None, paired: bool, batch: int, row_offsets: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     x, weight, bias = ctx.saved_tensors
     dy = dy.to(x.dtype)  # an f32 output's gradient is an activation gradient too: rounded once
-    dx = linear_dx(dy, weight, leaves=dx_leaves) if ctx.needs_input_grad[0] else None
+    dx = linear_dx(dy, weight, leaves=dx_leaves, paired=paired) if ctx.needs_input_grad[0] else None
     dw = db = None
     if ctx.needs_input_grad[1]:
         dw = parameter_gradient(weight, lambda g: linear_dw(dy, x, g, batch=batch, row_offsets=row_offsets))
@@ -89,17 +105,18 @@ class _Linear(torch.autograd.Function):
         bias: Tensor | None,
         cut: Leaves,
         dx_leaves: Leaves | None,
+        paired: bool,
         out_dtype: torch.dtype | None,
         batch: int,
         row_offsets: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
-        ctx.rows = (dx_leaves, batch, row_offsets)
+        ctx.options = (dx_leaves, paired, batch, row_offsets)
         return schemas.linear(x, weight, bias, cut.size, cut.count, out_dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return (*_gradients(ctx, grads[0], *ctx.rows), None, None, None, None, None)
+        return (*_gradients(ctx, grads[0], *ctx.options), *[None] * 6)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -107,7 +124,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-    return (*_gradients(ctx, dy, None, 1, None), None, None, None)
+    return (*_gradients(ctx, dy, None, False, 1, None), None, None, None)
 
 
 torch.library.register_autograd(f"{schemas.NAMESPACE}::linear", _backward, setup_context=_setup, lib=schemas.LIBRARY)

@@ -158,7 +158,7 @@ class _LinearLogprob(torch.autograd.Function):
                     logits, tokens, largest, total, ent, grads[0], grad_entropy, temperature, start, hidden.dtype
                 )
                 if ctx.needs_input_grad[0]:
-                    tree.add(schemas.linear_dx(dlogits, part, v.size, leaves, torch.float32))
+                    tree.add(schemas.linear_dx(dlogits, part, v.size, leaves, torch.float32, False))
                 if accumulate is not None:
                     linear_dw(dlogits, hidden, accumulate[start:stop], batch=ctx.batch)
 

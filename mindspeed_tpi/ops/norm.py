@@ -1,4 +1,4 @@
-"""RMSNorm, alone and after a residual add (contract section 4)."""
+"""RMSNorm, alone and after a residual add; the residual add (contract section 4)."""
 
 from __future__ import annotations
 
@@ -40,6 +40,38 @@ def rms_norm_dw(dy: Tensor, x: Tensor, rstd: Tensor, grad: Tensor, *, batch: int
     if not per_head:
         dy, x, rstd = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1]), rstd.reshape(-1)
     schemas.rms_norm_dw(dy, x, rstd, grad, batch, None, spans())
+
+
+def head_terms(dy: Tensor, x: Tensor, rstd: Tensor) -> Tensor:
+    """Each token's weight gradient of a query/key norm, summed over heads: what tensor-parallel ranks exchange.
+
+    `linear_db` of the tree continued over the ranks' terms gives the bits of `rms_norm_dw(..., per_head=True)`.
+
+    Args:
+        dy, x: [T, heads, D]. rstd: f32 [T, heads].
+
+    Returns:
+        f32 [T, D].
+    """
+    return schemas.head_terms(dy, x, rstd)
+
+
+def residual_add(x: Tensor, y: Tensor) -> Tensor:
+    """x + y, rounded once; both [*] of one shape and dtype. The gradient of either is the output's, unchanged."""
+    if needs_grad(x, y):
+        out: Tensor = _ResidualAdd.apply(x, y)
+        return out
+    return schemas.residual_add(x, y)
+
+
+class _ResidualAdd(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        return schemas.residual_add(x, y)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], grads[0]
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -96,6 +128,9 @@ def _backward_add(ctx: Any, dy: Tensor, dtotal: Tensor, drstd: Tensor) -> tuple[
     return dx, dx, dw, None
 
 
+torch.library.register_autograd(
+    f"{schemas.NAMESPACE}::residual_add", lambda ctx, dout: (dout, dout), lib=schemas.LIBRARY
+)
 torch.library.register_autograd(f"{schemas.NAMESPACE}::rms_norm", _backward, setup_context=_setup, lib=schemas.LIBRARY)
 torch.library.register_autograd(
     f"{schemas.NAMESPACE}::add_rms_norm", _backward_add, setup_context=_setup_add, lib=schemas.LIBRARY

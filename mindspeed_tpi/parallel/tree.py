@@ -55,6 +55,9 @@ def tree_reduce(
         raise LayoutError(f"a reduction over {ranks} ranks is not a balanced tree; use a power of two")
     if ranks == 1:
         return _sum(partial.unsqueeze(0), bias, out_dtype)
+    if not partial.numel():
+        rows_kept = partial.shape[0] // ranks if scatter else partial.shape[0]
+        return partial.new_empty(rows_kept, *partial.shape[1:], dtype=out_dtype)
     partial = partial.contiguous()
     if scatter:
         if partial.shape[0] % ranks:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from mindspeed_tpi import envs, ops, versions
 from mindspeed_tpi.errors import InputError, LayoutError, ParityError
+from mindspeed_tpi.parallel.layout import Layout
 from mindspeed_tpi.parity import process
 from mindspeed_tpi.parity.request import Request
 from mindspeed_tpi.parity.rollout import Rollout
@@ -56,7 +57,7 @@ class Engine:
     """
 
     def __init__(self, request: Request) -> None:
-        _check_layout(request.rollout)
+        self.layout = Layout.parse(request.rollout, "rollout")
         active = envs.MODE.get() != "0" if envs.MODE.is_set else not request.stock
         if active == request.stock:
             raise InputError(
@@ -66,6 +67,7 @@ class Engine:
         self.request = request
         self.weight_version = 0
         self.profile = Profile.load(request.model)
+        _check_layout(self.layout, self.profile)
         longest = max(len(prompt) for prompt in request.prompts) + request.max_new_tokens
         limit = self.profile.rope.max_position
         self.max_model_len = request.engine.max_model_len or min(max(longest, _DEFAULT_LENGTH), limit)
@@ -138,6 +140,8 @@ class Engine:
             enable_prefix_caching=options.enable_prefix_caching,
             enforce_eager=options.enforce_eager,
             num_gpu_blocks_override=options.kv_cache_blocks,
+            tensor_parallel_size=self.layout.tp,
+            enable_expert_parallel=self.layout.ep > 1,
             **extra,
         )
         self.start_seconds = time.perf_counter() - started
@@ -302,15 +306,17 @@ def _import_llm() -> Any:
     return LLM
 
 
-def _check_layout(layout: str) -> None:
-    for item in filter(None, (part.strip() for part in layout.split(","))):
-        key, equals, value = item.partition("=")
-        if not equals or not value.isdigit():
-            raise InputError(f"rollout layout {layout!r}: {item!r} is not key=int")
-        if key not in ("tp", "ep", "dp"):
-            raise LayoutError(f"rollout layout {layout!r}: an engine has no {key}; its keys are tp, ep, dp")
-        if int(value) != 1:
-            raise LayoutError(f"rollout layout {layout!r}: {key}={value} is not covered yet, only {key}=1")
+def _check_layout(layout: Layout, profile: Profile) -> None:
+    """Refuse what vLLM has no form for, before it starts."""
+    if layout.dp > 1:
+        raise LayoutError(f"rollout layout {layout}: dp={layout.dp} is not supported, only dp=1")
+    if layout.ep > 1 and profile.moe is None:
+        raise LayoutError(f"rollout layout {layout}: a {profile.family} has no experts; leave ep out")
+    if layout.ep not in (1, layout.tp * layout.dp):
+        raise LayoutError(
+            f"rollout layout {layout}: vLLM spreads whole experts over all of its ranks or over none; "
+            f"ep can be 1 or {layout.tp * layout.dp}"
+        )
 
 
 def _record(outputs: Sequence[Any], weight_version: int, meta: dict[str, Any]) -> Rollout:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from mindspeed_tpi.patches.megatron_core.distributed import finalize_model_grads
+from mindspeed_tpi.patches.megatron_core.distributed import finalize_model_grads, param_and_grad_buffer
 from mindspeed_tpi.patches.megatron_core.models.common.embeddings import (
     rotary_pos_embedding,
     yarn_rotary_pos_embedding,
 )
 from mindspeed_tpi.patches.megatron_core.models.gpt import gpt_layer_specs, gpt_model
+from mindspeed_tpi.patches.megatron_core.optimizer import optimizer
 from mindspeed_tpi.patches.megatron_core.tensor_parallel import cross_entropy, layers
 from mindspeed_tpi.patches.megatron_core.transformer import attention, dot_product_attention, mlp, torch_norm
+from mindspeed_tpi.patches.megatron_core.transformer.moe import moe_layer
 from mindspeed_tpi.patching import Patch
 
 PATCHES: tuple[Patch, ...] = (
@@ -19,9 +21,12 @@ PATCHES: tuple[Patch, ...] = (
     *dot_product_attention.PATCHES,
     *attention.PATCHES,
     *mlp.PATCHES,
+    *moe_layer.PATCHES,
     *rotary_pos_embedding.PATCHES,
     *yarn_rotary_pos_embedding.PATCHES,
     *gpt_layer_specs.PATCHES,
     *gpt_model.PATCHES,
     *finalize_model_grads.PATCHES,
+    *param_and_grad_buffer.PATCHES,
+    *optimizer.PATCHES,
 )

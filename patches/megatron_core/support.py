@@ -32,18 +32,39 @@ def _off(name: str, remedy: str = "leave it off", neutral: tuple[Any, ...] = (No
     return _Limit(name, lambda config: getattr(config, name, neutral[0]) not in neutral, remedy)
 
 
-def _parallel(name: str) -> _Limit:
-    return _off(name, "only size 1 is served", (None, 1))
-
-
 _LIMITS = (
-    _parallel("tensor_model_parallel_size"),
-    _parallel("pipeline_model_parallel_size"),
-    _parallel("context_parallel_size"),
-    _parallel("expert_model_parallel_size"),
-    _parallel("expert_tensor_parallel_size"),
-    _off("sequence_parallel"),
-    _off("num_moe_experts", "only dense models are served"),
+    _off("moe_grouped_gemm", "leave it off: sequential experts are computed without a copy of their weights"),
+    _off("moe_shared_expert_overlap"),
+    _Limit(
+        "moe_token_dispatcher_type",
+        lambda c: c.num_moe_experts and c.moe_token_dispatcher_type == "flex",
+        "use 'alltoall' or 'allgather'",
+    ),
+    _Limit("moe_router_load_balancing_type", lambda c: c.moe_router_load_balancing_type == "sinkhorn", "use 'none'"),
+    _Limit(
+        "moe_aux_loss_coeff",
+        lambda c: any(c.moe_aux_loss_coeff if isinstance(c.moe_aux_loss_coeff, list) else [c.moe_aux_loss_coeff]),
+        "set it to 0.0: auxiliary losses change gradients outside the contract",
+    ),
+    _off("moe_z_loss_coeff"),
+    _off("moe_input_jitter_eps"),
+    _off("moe_expert_capacity_factor", "leave it off: the contract drops no tokens"),
+    _off("moe_router_force_load_balancing"),
+    _off("moe_router_padding_for_quantization"),
+    _off("moe_apply_probs_on_input"),
+    _off("moe_latent_size"),
+    _off("moe_router_fusion"),
+    _off("moe_permute_fusion"),
+    _Limit(
+        "moe_router_num_groups",
+        lambda c: c.moe_router_num_groups and c.moe_router_score_function != "sigmoid",
+        "groups are served with moe_router_score_function='sigmoid'",
+    ),
+    _Limit(
+        "moe_router_group_topk",
+        lambda c: c.moe_router_num_groups and c.moe_router_topk // (c.moe_router_group_topk or 1) != 2,
+        "a group's score is the sum of its two largest: moe_router_topk must be 2 or 3 times it",
+    ),
     _off("multi_latent_attention", "only grouped-query attention is served"),
     _off("mtp_num_layers"),
     _off("hidden_dropout", "set it to 0.0 (its default is 0.1)"),
@@ -117,6 +138,20 @@ def served(config: Any) -> bool:
     if clauses:
         outside(f"a Megatron-core model with {'; '.join(clauses)}")
     return not clauses
+
+
+def tensor_parallel_group() -> Any:
+    """The tensor-parallel process group of this rank."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_tensor_model_parallel_group()
+
+
+def context_parallel_group() -> Any:
+    """The context-parallel process group of this rank."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_context_parallel_group()
 
 
 def by_version(*variants: tuple[str, tuple[str, ...]]) -> tuple[str, ...]:

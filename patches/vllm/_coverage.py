@@ -7,9 +7,10 @@ from typing import Any
 from mindspeed_tpi.patches.vllm.model_executor.custom_op import CLASS_MAKERS
 from mindspeed_tpi.patches.vllm.v1.attention.backends.cpu_attn import attention_backend_class
 
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe")
 CONTAINERS = (
     "torch.nn.modules.container",
-    *(f"vllm.model_executor.models.{family}" for family in ("llama", "mistral", "qwen2", "qwen3")),
+    *(f"vllm.model_executor.models.{family}" for family in _FAMILIES),
 )
 
 
@@ -39,6 +40,7 @@ def _walk(name: str, module: Any, found: list[str]) -> None:
 
 def _served(module: Any) -> bool:
     from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
     from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
@@ -48,6 +50,8 @@ def _served(module: Any) -> bool:
         return type(module.quant_method) is UnquantizedLinearMethod and hasattr(module, "tpi_leaves")
     if isinstance(module, VocabParallelEmbedding):
         return type(module.quant_method) is UnquantizedEmbeddingMethod and hasattr(module, "tpi_leaves")
+    if kind is MoERunner:
+        return hasattr(module, "tpi_route")
     if isinstance(module, Attention):
         return type(module.impl) is attention_backend_class().get_impl_cls()
     if isinstance(module, LogitsProcessor):

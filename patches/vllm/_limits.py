@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mindspeed_tpi import contract
 from mindspeed_tpi.contract import NumericsContract
 from mindspeed_tpi.errors import InputError, ParityError
 from mindspeed_tpi.profiles import Profile
@@ -42,9 +43,12 @@ def _problems(config: Any) -> list[tuple[str, str]]:
             found.append((what, remedy))
 
     try:
-        Profile.from_hf(hf.to_dict())
+        profile = Profile.from_hf(hf.to_dict())
     except InputError as error:
         found.append((str(error), "use another model"))
+    else:
+        for problem in layout_problems(profile, parallel.tensor_parallel_size, parallel.enable_expert_parallel):
+            found.append((problem, "use another tensor_parallel_size"))
     refuse(model.runner_type != "generate", f"runner {model.runner_type!r}", "use a generating model")
     refuse(str(model.dtype) not in DTYPES, f"dtype {model.dtype}", "use bfloat16, float16 or float32")
     refuse(
@@ -64,15 +68,16 @@ def _problems(config: Any) -> list[tuple[str, str]]:
         "use 32, 64 or a multiple of 128",
     )
     for name in (
-        "tensor_parallel_size",
         "pipeline_parallel_size",
         "data_parallel_size",
         "prefill_context_parallel_size",
         "decode_context_parallel_size",
     ):
         value = getattr(parallel, name)
-        refuse(value != 1, f"{name} {value}", "only 1 is covered so far")
-    refuse(parallel.enable_expert_parallel, "expert parallelism", "only dense models are covered so far")
+        refuse(value != 1, f"{name} {value}", "only 1 is covered")
+    refuse(parallel.enable_eplb, "expert load balancing (enable_eplb)", "switch it off")
+    refuse(parallel.use_sequence_parallel_moe, "sequence-parallel experts", "use another all2all_backend")
+    refuse(config.aux_output_config.enable_return_routed_experts, "enable_return_routed_experts", "switch it off")
     refuse(
         parallel.worker_cls not in ("auto", STOCK_WORKER, CONTRACT_WORKER),
         f"worker_cls {parallel.worker_cls!r}",
@@ -88,3 +93,29 @@ def _problems(config: Any) -> list[tuple[str, str]]:
         f"set max_model_len to at most {hf.max_position_embeddings}",
     )
     return found
+
+
+def layout_problems(profile: Profile, tp: int, expert_parallel: bool) -> list[str]:
+    """Why a model cannot be split over `tp` ranks with equal bits; empty when it can. Each names the sizes that work."""
+    rules = contract.current()
+    moe = profile.moe
+    split = {"attention output": profile.heads * profile.head_dim}
+    if moe is None or moe.dense_layers:
+        split["MLP"] = profile.ffn
+    if moe and not expert_parallel:
+        split["experts"] = moe.ffn
+    if moe and moe.shared_ffn:
+        split["shared expert"] = moe.shared_ffn
+
+    def fits(size: int) -> bool:
+        heads = profile.heads % size == 0 and (profile.kv_heads % size == 0 or size % profile.kv_heads == 0)
+        return heads and all(size <= rules.leaves(length).count for length in split.values())
+
+    if tp > 0 and tp & (tp - 1) == 0 and tp <= rules.max_tp and fits(tp):
+        return []
+    sizes = [str(1 << i) for i in range(rules.max_tp.bit_length()) if fits(1 << i)]
+    lengths = ", ".join(f"{what} {length}" for what, length in split.items())
+    return [
+        f"tensor_parallel_size {tp} for {profile.heads} heads, {profile.kv_heads} KV heads and sums over {lengths}; "
+        f"sizes that work: {', '.join(sizes)}"
+    ]

@@ -121,7 +121,10 @@ class Cases {
         add("linear", what + " to f32",
             tpi_linear(d, TPI_F32, x, s.K, w, s.K, nullptr, wide, s.N, s.M, s.N, s.K, s.leaf, s.leaves), {&wide});
         const i64 leaf = (s.N + 7) / 8;
-        add("linear_dx", what, tpi_linear_dx(d, d, dy, s.N, w, s.K, dx, s.K, s.M, s.N, s.K, leaf, 8), {&dx});
+        add("linear_dx", what, tpi_linear_dx(d, d, dy, s.N, w, s.K, dx, s.K, s.M, s.N, s.K, leaf, 8, 0), {&dx});
+        if (s.N % 2 == 0)
+          add("linear_dx", what + " paired",
+              tpi_linear_dx(d, d, dy, s.N, w, s.K, dx, s.K, s.M, s.N, s.K, s.N / 2, 1, 1), {&dx});
         const i64 first[] = {0, s.M / 3}, length[] = {s.M / 3, s.M - s.M / 3};
         Buffer dw(TPI_F32, s.N * s.K, 5), db(TPI_F32, s.N, 6);
         add("linear_dw", what,
@@ -138,7 +141,8 @@ class Cases {
       add("grouped_linear", what,
           tpi_grouped_linear(d, d, x, K, w, N * K, K, y, N, offsets, experts, N, K, K / 8, 8), {&y});
       add("grouped_linear_dx", what,
-          tpi_grouped_linear_dx(d, TPI_F32, dy, N, w, N * K, K, dx, K, offsets, experts, N, K, N / 8, 8), {&dx});
+          tpi_grouped_linear_dx(d, TPI_F32, dy, N, w, N * K, K, dx, K, offsets, experts, N, K, N / 16, 8, 1),
+          {&dx});
     }
   }
 
@@ -239,9 +243,12 @@ class Cases {
             {&dx});
         const i64 first[] = {0, s.outer / 2}, length[] = {s.outer / 2, s.outer - s.outer / 2};
         add("rms_norm_dw", what,
-            tpi_rms_norm_dw(d, dy, outer, inner, x, outer, inner, rstd.f32(), dw.f32(), s.inner, s.H, 2, first, length,
-                            1, s.spans),
-            {&dw});
+            tpi_rms_norm_dw(d, dy, outer, x, outer, rstd.f32(), dw.f32(), s.H, 2, first, length, 1, s.spans), {&dw});
+        Buffer terms(TPI_F32, s.outer * s.H), sum(d, n);
+        add("head_terms", what,
+            tpi_head_terms(d, dy, outer, inner, x, outer, inner, rstd.f32(), terms.f32(), s.outer, s.inner, s.H),
+            {&terms});
+        add("residual_add", what, tpi_residual_add(d, x, inner, residual, inner, sum, rows, s.H), {&sum});
         add("rms_norm", what + " residual",
             tpi_rms_norm(d, x, outer, inner, residual, outer, inner, w, 1e-6f, y, residual_out, rstd.f32(), s.outer,
                          s.inner, s.H),
@@ -342,6 +349,11 @@ class Cases {
           tpi_moe_route(logits.f32(), r.experts, r.score ? bias.f32() : nullptr, r.T, r.experts, r.topk, r.score,
                         r.renormalize, r.groups, r.topk_groups, r.scaling, 1e-20f, weights.f32(), (i32*)ids.f32()),
           {&weights, &ids});
+      Buffer dweights(TPI_F32, r.T * r.topk, 3), dlogits(TPI_F32, r.T * r.experts);
+      add("moe_route_backward", shape({r.T, r.experts, r.topk, r.score, r.renormalize}),
+          tpi_moe_route_backward(dweights.f32(), logits.f32(), r.experts, (i32*)ids.f32(), r.T, r.experts, r.topk,
+                                 r.score, r.renormalize, r.scaling, 1e-20f, dlogits.f32()),
+          {&dlogits});
     }
     const i64 T = 25, topk = 5, H = 350, P = 60;
     const Ints slots(T * topk, 3, -3, P - 1);
@@ -349,6 +361,18 @@ class Cases {
       Buffer y(d, P * H, 4), weights(TPI_F32, T * topk, 5), out(d, T * H);
       add("moe_combine", std::string(kDtypeNames[d]) + " " + shape({T, topk, H}),
           tpi_moe_combine(d, y, H, slots, weights.f32(), T, topk, H, out, H), {&out});
+    }
+    const i64 F = 360;
+    for (int d : kDtypes) {
+      const std::string what = std::string(kDtypeNames[d]) + " " + shape({P, F});
+      Buffer g(TPI_F32, P * F, 1), a(d, P * F, 2), weights(TPI_F32, P, 3), dweights(TPI_F32, P), da(d, P * F);
+      add("expert_weight_backward", what,
+          tpi_expert_weight_backward(d, g.f32(), F, a, F, weights.f32(), P, F, F / 8, 8, dweights.f32(), da, F),
+          {&dweights, &da});
+      Buffer logits(TPI_F32, P, 4, -3, 2), dout(d, P * F, 5), out(d, P * F), dlogits(TPI_F32, P);
+      add("sigmoid_gate", what, tpi_sigmoid_gate(d, a, F, logits.f32(), out, P, F), {&out});
+      add("sigmoid_gate_backward", what,
+          tpi_sigmoid_gate_backward(d, dout, F, a, F, logits.f32(), out, dlogits.f32(), P, F), {&out, &dlogits});
     }
   }
 

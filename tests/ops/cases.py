@@ -133,6 +133,11 @@ def values(s: Source, shape: Sequence[int], dtype: torch.dtype, kinds: Sequence[
     return x.to(dtype)
 
 
+def strided(s: Source, x: Tensor) -> Tensor:
+    """The same values, at times with a last dimension that is not dense: a backend copies such small operands."""
+    return torch.stack((x, x + 1), -1)[..., 0] if s.choice((False, False, True)) else x
+
+
 def layout(s: Source, x: Tensor, swap: bool = True) -> Tensor:
     """The same values in storage with gaps, an offset or swapped leading dimensions; the last dimension stays dense."""
     kind = s.choice(("dense", "dense", "padded", "swapped"))
@@ -162,6 +167,15 @@ def leaf_cut(s: Source, n: int) -> tuple[int, int]:
         return cut.size, cut.count
     leaves = 1 << s.integer(0, 4)
     return -(-n // leaves) + s.choice((0, 0, 1, 2)), leaves
+
+
+def dx_cut(s: Source, n: int) -> tuple[int, int, int, bool]:
+    """(N, leaf, leaves, paired); paired: whole leaves of each half, N near n."""
+    if s.choice((True, False)):
+        return n, *leaf_cut(s, n), False
+    leaves = 1 << s.integer(0, 4)
+    leaf = max(n // (2 * leaves), 1)
+    return 2 * leaf * leaves, leaf, leaves, True
 
 
 def rows(s: Source) -> tuple[int, int, Tensor | None]:
@@ -197,15 +211,16 @@ def linear(s: Source) -> Case:
     dtype = s.choice(DTYPES)
     n, k = size(s, 9, 70), size(s, 40, 300)
     x, weight = operand(s, (*leading(s), k), dtype), operand(s, (n, k), dtype)
-    bias = s.choice((None, values(s, (n,), dtype)))
+    bias = s.choice((None, strided(s, values(s, (n,), dtype))))
     return Case("linear", (x, weight, bias, *leaf_cut(s, k), out_dtype(s)))
 
 
 def linear_dx(s: Source) -> Case:
     dtype = s.choice(DTYPES)
     n, k = size(s, 40, 300), size(s, 9, 70)
+    n, *cut = dx_cut(s, n)
     dy, weight = operand(s, (*leading(s), n), dtype), operand(s, (n, k), dtype)
-    return Case("linear_dx", (dy, weight, *leaf_cut(s, n), out_dtype(s)))
+    return Case("linear_dx", (dy, weight, *cut[:2], out_dtype(s), cut[2]))
 
 
 def linear_dw(s: Source) -> Case:
@@ -238,10 +253,10 @@ def grouped_linear(s: Source) -> Case:
 
 def grouped_linear_dx(s: Source) -> Case:
     dtype = s.choice(DTYPES)
-    n, k, offsets = size(s, 30, 100), size(s, 9, 40), _experts(s)
+    (n, *cut), k, offsets = dx_cut(s, size(s, 30, 100)), size(s, 9, 40), _experts(s)
     dy = operand(s, (int(offsets[-1]), n), dtype)
     weight = layout(s, values(s, (len(offsets) - 1, n, k), dtype), swap=False)
-    return Case("grouped_linear_dx", (dy, weight, offsets, *leaf_cut(s, n), out_dtype(s)))
+    return Case("grouped_linear_dx", (dy, weight, offsets, *cut[:2], out_dtype(s), cut[2]))
 
 
 def tree_sum(s: Source) -> Case:
@@ -393,24 +408,24 @@ def eps(s: Source) -> float:
 
 def rms_norm(s: Source) -> Case:
     dtype, shape = s.choice(DTYPES), _normed(s)
-    return Case("rms_norm", (operand(s, shape, dtype), values(s, shape[-1:], dtype), eps(s)))
+    return Case("rms_norm", (operand(s, shape, dtype), strided(s, values(s, shape[-1:], dtype)), eps(s)))
 
 
 def add_rms_norm(s: Source) -> Case:
     dtype, shape = s.choice(DTYPES), _normed(s)
     x, residual = operand(s, shape, dtype), operand(s, shape, dtype)
-    return Case("add_rms_norm", (x, residual, values(s, shape[-1:], dtype), eps(s)))
+    return Case("add_rms_norm", (x, residual, strided(s, values(s, shape[-1:], dtype)), eps(s)))
 
 
 def _rstd(s: Source, x: Tensor) -> Tensor:
-    return values(s, x.shape[:-1], torch.float32, ("normal", "normal", "special")).abs()
+    return strided(s, values(s, x.shape[:-1], torch.float32, ("normal", "normal", "special")).abs())
 
 
 def rms_norm_backward(s: Source) -> Case:
     dtype, shape = s.choice(DTYPES), _normed(s)
     dy, x = operand(s, shape, dtype), operand(s, shape, dtype)
     skip = s.choice((None, operand(s, shape, dtype)))
-    return Case("rms_norm_backward", (dy, x, values(s, shape[-1:], dtype), _rstd(s, x), skip))
+    return Case("rms_norm_backward", (dy, x, strided(s, values(s, shape[-1:], dtype)), _rstd(s, x), skip))
 
 
 def rms_norm_dw(s: Source) -> Case:
@@ -420,6 +435,17 @@ def rms_norm_dw(s: Source) -> Case:
     dy, x = operand(s, shape, dtype), operand(s, shape, dtype)
     grad = values(s, (h,), torch.float32)
     return Case("rms_norm_dw", (dy, x, _rstd(s, x), grad, batch, row_offsets, spans(s)), (3,))
+
+
+def head_terms(s: Source) -> Case:
+    dtype, shape = s.choice(DTYPES), (s.integer(0, 6), s.choice((1, 2, 3, 4, 6, 8)), size(s, 30, 130))
+    dy, x = operand(s, shape, dtype), operand(s, shape, dtype)
+    return Case("head_terms", (dy, x, _rstd(s, x)))
+
+
+def residual_add(s: Source) -> Case:
+    dtype, shape = s.choice(DTYPES), (*leading(s), size(s, 40, 300))
+    return Case("residual_add", (operand(s, shape, dtype), operand(s, shape, dtype)))
 
 
 def rope(s: Source) -> Case:
@@ -528,14 +554,42 @@ def moe_route(s: Source) -> Case:
     logits = layout(s, values(s, (s.integer(0, 6), experts), torch.float32).nan_to_num(0.0, math.inf, -math.inf))
     bias = values(s, (experts,), torch.float32, ("normal", "integers", "tiny")) if score == "sigmoid" else None
     options = (s.choice((False, True)), groups, topk_groups, s.choice((1.0, 2.5)), s.choice((0.0, 1e-20)))
-    return Case("moe_route", (logits, s.choice((None, bias)), s.integer(1, min(candidates, 8)), score, *options))
+    topk = s.choice((s.integer(1, min(candidates, 8)), candidates))
+    return Case("moe_route", (logits, s.choice((None, bias)), topk, score, *options))
+
+
+def moe_route_backward(s: Source) -> Case:
+    logits, _, _, score, renormalize, _, _, scaling, eps_ = (forward := moe_route(s)).args
+    ids = cpu.moe_route(*forward.args)[1]
+    dweights = strided(s, values(s, ids.shape, torch.float32))
+    return Case("moe_route_backward", (dweights, logits, strided(s, ids), score, renormalize, scaling, eps_))
 
 
 def moe_combine(s: Source) -> Case:
     produced, tokens, topk = s.integer(1, 12), s.integer(0, 6), s.integer(1, 8)
     y = operand(s, (produced, size(s, 40, 150)), s.choice(DTYPES))
     slots = torch.randint(-1, produced, (tokens, topk), generator=generator(s))
-    return Case("moe_combine", (y, slots, values(s, (tokens, topk), torch.float32)))
+    return Case("moe_combine", (y, strided(s, slots), strided(s, values(s, (tokens, topk), torch.float32))))
+
+
+def expert_weight_backward(s: Source) -> Case:
+    p, f = size(s, 20, 70) - 1, size(s, 40, 300)
+    g, a = operand(s, (p, f), torch.float32), operand(s, (p, f), s.choice(DTYPES))
+    return Case("expert_weight_backward", (g, a, strided(s, values(s, (p,), torch.float32)), *leaf_cut(s, f)))
+
+
+def _gated(s: Source, count: int) -> list[Tensor]:
+    """`count` tensors [*, H], then the logits."""
+    dtype, lead, h = s.choice(DTYPES), leading(s), size(s, 130, 400)
+    return [*(operand(s, (*lead, h), dtype) for _ in range(count)), operand(s, (*lead, 1), torch.float32)]
+
+
+def sigmoid_gate(s: Source) -> Case:
+    return Case("sigmoid_gate", tuple(_gated(s, 1)))
+
+
+def sigmoid_gate_backward(s: Source) -> Case:
+    return Case("sigmoid_gate_backward", tuple(_gated(s, 2)))
 
 
 # ---- exp and log ----
@@ -562,9 +616,10 @@ BUILDERS: dict[str, Callable[[Source], Case]] = {
     f.__name__: f
     for f in (
         linear, linear_dx, linear_dw, linear_db, grouped_linear, grouped_linear_dx, tree_sum, attention, attention_backward,
-        paged_cache_write, paged_attention, rms_norm, add_rms_norm, rms_norm_backward, rms_norm_dw, rope, swiglu,
-        swiglu_backward, embedding, embedding_dw, vocab_max, vocab_sums, vocab_logprob, vocab_logprob_backward,
-        token_logprob, moe_route, moe_combine, exp, log,
+        paged_cache_write, paged_attention, rms_norm, add_rms_norm, rms_norm_backward, rms_norm_dw,
+        head_terms, residual_add, rope, swiglu, swiglu_backward, embedding, embedding_dw, vocab_max, vocab_sums, vocab_logprob, vocab_logprob_backward,
+        token_logprob, moe_route, moe_route_backward, moe_combine, expert_weight_backward, sigmoid_gate,
+        sigmoid_gate_backward, exp, log,
     )
 }  # fmt: skip
 

@@ -45,7 +45,7 @@ def test_linear(dtype: torch.dtype, k: int) -> None:
     roundings = cut.size + math.log2(cut.count) + 1
     exact, scale = x.double() @ weight.double().T, x.double().abs() @ weight.double().abs().T + 10
     assert_near(cpu.linear(x, weight, bias, cut.size, cut.count, None), exact + bias.double(), scale, roundings)
-    dx = cpu.linear_dx(x, weight.T.contiguous(), cut.size, cut.count, torch.float32)
+    dx = cpu.linear_dx(x, weight.T.contiguous(), cut.size, cut.count, torch.float32, False)
     assert_near(dx, exact, scale, roundings)
     grad = torch.zeros(9, 33)
     cpu.linear_dw(x.T.contiguous(), weight.T.contiguous(), grad, 1, None, 1)
@@ -130,3 +130,36 @@ def test_moe() -> None:
     combined = torch.einsum("tk,tkh->th", weights.double(), y[slots].double())
     magnitude = torch.einsum("tk,tkh->th", weights.double(), y[slots].double().abs())
     assert_near(cpu.moe_combine(y, slots, weights), combined, magnitude, 7)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_experts(dtype: torch.dtype) -> None:
+    p, f = 21, 768
+    g, a, w = _random(p, f), _random(p, f, dtype=dtype, seed=1), _random(p, seed=2)
+    cut = contract.current().leaves(f)
+    dweights, da = cpu.expert_weight_backward(g, a, w, cut.size, cut.count)
+    products = g.double() * a.double()
+    assert_near(dweights, products.sum(-1), products.abs().sum(-1), cut.size + math.log2(cut.count))
+    exact = w.double()[:, None] * g.double()
+    assert_near(da, exact, exact.abs(), 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sigmoid_gate(dtype: torch.dtype) -> None:
+    h = 896
+    dout, y, z = _random(9, h, dtype=dtype), _random(9, h, dtype=dtype, seed=1), _random(9, 1, seed=2)
+    gate = z.double().sigmoid()
+    exact = y.double() * gate
+    assert_near(cpu.sigmoid_gate(y, z), exact, exact.abs(), EXP_ERROR + 3)
+    dy, dz = cpu.sigmoid_gate_backward(dout, y, z)
+    assert_near(dy, dout.double() * gate, (dout.double() * gate).abs(), EXP_ERROR + 3)
+    products, slope = dout.double() * y.double(), gate * (1 - gate)
+    error = _lane_tree(h) + 1 + 2 * (EXP_ERROR + 3) * float((1 / (1 - gate)).max())
+    assert_near(dz, products.sum(-1, keepdim=True) * slope, products.abs().sum(-1, keepdim=True) * slope, error)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_head_terms(dtype: torch.dtype) -> None:
+    dy, x, rstd = _random(9, 12, 40, dtype=dtype), _random(9, 12, 40, dtype=dtype, seed=1), _random(9, 12, seed=2).abs()
+    products = dy.double() * (x.float() * rstd[..., None]).to(dtype).double()
+    assert_near(cpu.head_terms(dy, x, rstd), products.sum(1), products.abs().sum(1), 3 + 2)

@@ -13,7 +13,7 @@ from tests.ops.accuracy import assert_near
 from tests.ops.bits import assert_same_bits
 from tests.ops.cases import DTYPES
 
-LENGTH, BATCH, HIDDEN, VOCAB = 20, 2, 24, 50
+LENGTH, BATCH, HIDDEN, VOCAB, EXPERTS = 20, 2, 24, 50, 12
 TOKENS = LENGTH * BATCH
 Function = Callable[..., Tensor]
 
@@ -63,12 +63,36 @@ TEMPERATURE = torch.tensor([0.8])
 TABLES = _random(TOKENS, 4, seed=1).cos(), _random(TOKENS, 4, seed=1).sin()
 SEQS = torch.tensor([[0, TOKENS, 0, 0, TOKENS]], dtype=torch.int32)
 
+
+def _route(z: Tensor, score: str, renormalize: bool) -> Tensor:
+    ids = ROUTES[score]
+    p = z.softmax(-1) if score == "softmax" else z.sigmoid()
+    w = p.gather(1, ids)
+    return 2.5 * (w / w.sum(-1, keepdim=True) if renormalize else w)
+
+
+ROUTES = {
+    score: ops.moe_route(_random(TOKENS, EXPERTS, seed=0), 4, score=score)[1].long() for score in ("softmax", "sigmoid")
+}
+
+
+def _routing(score: str, renormalize: bool) -> tuple[Function, Function, tuple[tuple[int, ...], ...]]:
+    return (
+        lambda z: ops.moe_route(z.float(), 4, score=score, renormalize=renormalize, scaling=2.5)[0],
+        lambda z: _route(z, score, renormalize),
+        ((TOKENS, EXPERTS),),
+    )
+
+
 # name: (operator, the same in float64, shapes of its differentiable operands)
 FUNCTIONS: dict[str, tuple[Function, Function, tuple[tuple[int, ...], ...]]] = {
     "linear": (
         lambda x, w, b: ops.linear(x, w, b, batch=BATCH),
         lambda x, w, b: x @ w.T + b,
         ((LENGTH, BATCH, HIDDEN), (16, HIDDEN), (16,)),
+    ),
+    "linear paired": (
+        lambda x, w: ops.linear(x, w, batch=BATCH, paired=True), lambda x, w: x @ w.T, ((LENGTH, BATCH, HIDDEN), (2 * 48, HIDDEN)),
     ),
     "attention": (
         lambda q, k, v: ops.attention(q, k, v, SEQS, scale=0.3, window=30),
@@ -86,6 +110,14 @@ FUNCTIONS: dict[str, tuple[Function, Function, tuple[tuple[int, ...], ...]]] = {
     ),
     "rope": (lambda x: ops.rope(x, *TABLES, torch.arange(TOKENS)), _rope, ((TOKENS, 3, 16),)),
     "swiglu": (ops.swiglu, _swiglu, ((TOKENS, 2 * HIDDEN),)),
+    "residual_add": (ops.residual_add, torch.add, ((TOKENS, HIDDEN), (TOKENS, HIDDEN))),
+    "sigmoid_gate": (
+        lambda y, z: ops.sigmoid_gate(y, z.float()), lambda y, z: y * z.sigmoid(), ((TOKENS, HIDDEN), (TOKENS, 1)),
+    ),
+    "moe_route": _routing("softmax", True),
+    "moe_route over all": _routing("softmax", False),
+    "moe_route sigmoid": _routing("sigmoid", True),
+    "moe_route sigmoid alone": _routing("sigmoid", False),
     "embedding": (lambda w: ops.embedding(w, IDS, batch=BATCH), lambda w: w[IDS], ((7, HIDDEN),)),
     "token_logprob": (
         lambda z: torch.stack(ops.token_logprob(z.float(), CHOSEN, TEMPERATURE, entropy=True)), _logprob, ((TOKENS, VOCAB),),
@@ -140,3 +172,16 @@ def test_gradients_are_kept_in_float32_where_main_grad_exists(batch: int) -> Non
     ops.linear_dw(dy, x, expected, batch=batch)
     assert_same_bits(weight.main_grad, expected)
     assert weight.grad_added_to_main_grad
+
+
+def test_an_expert_is_differentiated_through_its_weight() -> None:
+    """dweights and da of w · (a W2ᵀ), and the combination's gradients, near float64 autograd."""
+    hidden, rows, f = 32, 21, 96
+    a, w2, w = _random(rows, f, seed=0), _random(hidden, f, seed=1), _random(rows, seed=2)
+    dout = _random(rows, hidden, seed=3)
+    g = ops.linear_dx(dout, w2, out_dtype=torch.float32)
+    dweights, da = ops.expert_weight_backward(g, a, w)
+    exact_a, exact_w = (x.double().requires_grad_() for x in (a, w))
+    (exact_w[:, None] * (exact_a @ w2.double().T)).backward(dout.double())
+    for actual, wanted in ((dweights, exact_w.grad), (da, exact_a.grad)):
+        assert_near(actual, wanted, wanted.abs().max(), 200)

@@ -49,15 +49,42 @@ def test_ranks_that_split_n_give_the_same_dx(data: st.DataObject) -> None:
     dtype, ranks = s.choice(cases.DTYPES), s.choice((1, 2, 4, 8))
     cut = contract.current().leaves(n := ranks * s.integer(1, 40) * s.choice((1, 8)))
     dy, weight = cases.operand(s, (s.integer(1, 4), n), dtype), cases.operand(s, (n, s.integer(1, 9)), dtype)
-    whole = cpu.linear_dx(dy, weight, cut.size, cut.count, None)
+    whole = cpu.linear_dx(dy, weight, cut.size, cut.count, None, False)
     if cut.count < ranks:
         return
     own, part = cut.shard(ranks), n // ranks
     roots = [
-        cpu.linear_dx(dy[:, i : i + part], weight[i : i + part], own.size, own.count, torch.float32)
+        cpu.linear_dx(dy[:, i : i + part], weight[i : i + part], own.size, own.count, torch.float32, False)
         for i in range(0, n, part)
     ]
     assert_same_bits(cpu.tree_sum(torch.stack(roots), None, dtype), whole)
+
+
+@given(st.data())
+def test_ranks_that_split_gate_and_up_give_the_same_dx(data: st.DataObject) -> None:
+    s = cases.Drawn(data)
+    dtype, ranks = s.choice(cases.DTYPES), s.choice((1, 2, 4, 8))
+    f = ranks * s.integer(1, 40) * s.choice((1, 8))
+    dy, weight = cases.operand(s, (s.integer(1, 4), 2 * f), dtype), cases.operand(s, (2 * f, s.integer(1, 9)), dtype)
+    cut = contract.current().leaves(f)
+    whole = cpu.linear_dx(dy, weight, cut.size, cut.count, None, True)
+    if cut.count < ranks:
+        return
+    own = cut.shard(ranks)
+    shards = [torch.cat((half, f + half)) for half in torch.arange(f).chunk(ranks)]  # each rank's [gate; up]
+    roots = [cpu.linear_dx(dy[:, i], weight[i], own.size, own.count, torch.float32, True) for i in shards]
+    assert_same_bits(cpu.tree_sum(torch.stack(roots), None, dtype), whole)
+
+
+def test_paired_leaves_are_added_first() -> None:
+    g = torch.Generator().manual_seed(3)
+    dy, weight = torch.randn(5, 1536, generator=g), torch.randn(1536, 33, generator=g)
+    leaves = [cpu.linear_dx(dy[:, i : i + 96], weight[i : i + 96], 96, 1, None, False) for i in range(0, 1536, 96)]
+    pairs = torch.stack([cpu.tree_sum(torch.stack((leaves[i], leaves[8 + i])), None, torch.float32) for i in range(8)])
+    expected = cpu.tree_sum(pairs, None, torch.float32)
+    actual = cpu.linear_dx(dy, weight, 96, 8, None, True)
+    assert_same_bits(actual, expected)
+    assert not torch.equal(cpu.linear_dx(dy, weight, 96, 16, None, False), expected)
 
 
 @given(st.data())
@@ -111,6 +138,20 @@ def test_ranks_that_own_spans_give_the_same_bias_gradient(data: st.DataObject) -
     assert_same_bits(cpu.tree_sum(torch.stack(roots), None, torch.float32), whole)
 
 
+@given(st.data())
+def test_a_row_continues_over_parts_of_its_spans(data: st.DataObject) -> None:
+    s = cases.Drawn(data)
+    dtype, parts, spans = s.choice(cases.DTYPES), s.choice((2, 4, 8)), 8
+    tokens = spans * s.integer(1, 4)
+    dy, x = cases.operand(s, (tokens, s.integer(1, 9)), dtype), cases.operand(s, (tokens, s.integer(1, 9)), dtype)
+    whole = torch.zeros(dy.shape[1], x.shape[1])
+    cpu.linear_dw(dy, x, whole, 1, None, spans)
+    roots = [torch.zeros_like(whole) for _ in range(parts)]
+    for root, g, a in zip(roots, dy.chunk(parts), x.chunk(parts), strict=True):
+        cpu.linear_dw(g, a, root, 1, None, spans // parts)
+    assert_same_bits(cpu.tree_sum(torch.stack(roots), None, torch.float32), whole)
+
+
 @pytest.mark.parametrize("backend", [cpu, reference])
 def test_errors(backend: object) -> None:
     x, weight = torch.zeros(2, 8), torch.zeros(3, 8)
@@ -120,7 +161,8 @@ def test_errors(backend: object) -> None:
         lambda b: b.linear(x, weight, None, 2, 2, None),
         lambda b: b.linear(x, weight, None, 3, 3, None),
         lambda b: b.linear(x.double(), weight.double(), None, 8, 1, None),
-        lambda b: b.linear_dx(x, weight, 8, 1, None),
+        lambda b: b.linear_dx(x, weight, 8, 1, None, False),
+        lambda b: b.linear_dx(torch.zeros(2, 6), torch.zeros(6, 4), 4, 1, None, True),
         lambda b: b.linear_dw(x, x, torch.zeros(8, 8), 3, None, 1),
         lambda b: b.linear_dw(x, x, torch.zeros(8, 8), 1, None, 3),
         lambda b: b.linear_db(x, torch.zeros(8, dtype=torch.bfloat16), 1, None, 1),

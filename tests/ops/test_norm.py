@@ -14,7 +14,12 @@ from tests.ops.bits import assert_same_bits
 from tests.ops.equality import check_drawn
 
 
-@pytest.mark.parametrize("operator", ("rms_norm", "add_rms_norm", "rms_norm_backward", "rms_norm_dw"))
+@pytest.mark.parametrize(
+    "operator",
+    (
+        "rms_norm", "add_rms_norm", "rms_norm_backward", "rms_norm_dw", "head_terms", "residual_add",
+    ),
+)  # fmt: skip
 @given(st.data())
 def test_cpu_equals_reference(operator: str, data: st.DataObject) -> None:
     check_drawn(operator, data)
@@ -37,6 +42,20 @@ def test_the_residual_add_is_rounded_first(data: st.DataObject) -> None:
     again, r = cpu.rms_norm(total, weight, eps)
     assert_same_bits(again, y)
     assert_same_bits(r, rstd)
+
+
+@given(st.data())
+def test_ranks_that_split_the_heads_give_the_same_weight_gradient(data: st.DataObject) -> None:
+    s = cases.Drawn(data)
+    dtype, ranks, batch, spans = s.choice(cases.DTYPES), s.choice((1, 2, 4, 8)), s.integer(1, 3), s.choice((1, 8))
+    shape = (batch * s.integer(1, 9), ranks * s.integer(1, 4), s.integer(1, 40))
+    dy, x = cases.operand(s, shape, dtype), cases.operand(s, shape, dtype)
+    rstd = cases.values(s, shape[:-1], torch.float32, ("normal",)).abs()
+    whole, exchanged = (torch.ones(shape[-1]) for _ in range(2))
+    cpu.rms_norm_dw(dy, x, rstd, whole, batch, None, spans)
+    terms = [cpu.head_terms(*parts) for parts in zip(*(t.chunk(ranks, 1) for t in (dy, x, rstd)), strict=True)]
+    cpu.linear_db(cpu.tree_sum(torch.stack(terms), None, torch.float32), exchanged, batch, None, spans)
+    assert_same_bits(exchanged, whole)
 
 
 @given(st.data())

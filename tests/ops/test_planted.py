@@ -80,6 +80,14 @@ def _reversed_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "_fold", fold)
 
 
+def _unpaired(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tree over gate's leaves, then up's."""
+    original = reference._matmul
+    monkeypatch.setattr(
+        reference, "_matmul", lambda x, w, leaf, leaves, paired=False: original(x, w, leaf, leaves * (1 + paired))
+    )
+
+
 def _swapped_fma(monkeypatch: pytest.MonkeyPatch) -> None:
     """The product rounded before the sum."""
     monkeypatch.setattr(reference, "fma", lambda a, b, c: reference.add(reference.mul(a, b), c))
@@ -87,6 +95,12 @@ def _swapped_fma(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _unrounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "rounded", lambda x, dtype: x)
+
+
+def _extra_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums rounded to half precision before the storage dtype: twice where once is the rule."""
+    original = reference.add
+    monkeypatch.setattr(reference, "add", lambda a, b: reference.rounded(original(a, b), torch.float16))
 
 
 def _other_argument(index: int, value: Any) -> Plant:
@@ -123,6 +137,12 @@ def _paged_case() -> Case:
     return Case("paged_attention", (_random(3, 2, 8), cache, table, *lengths, 0.3, 0, 2))
 
 
+def _route_backward(score: str, renormalize: bool) -> Case:
+    logits = _random(50, 200)
+    ids = cpu.moe_route(logits, None, 6, score, renormalize, 1, 1, 2.5, 1e-20)[1]
+    return Case("moe_route_backward", (_random(50, 6), logits, ids, score, renormalize, 2.5, 1e-20))
+
+
 def _case(operator: str) -> Case:
     G.manual_seed(11)
     half = torch.bfloat16
@@ -140,14 +160,15 @@ def _case(operator: str) -> Case:
         return Case(operator, (logits, tokens, largest, total, *rest))
     builders: dict[str, Callable[[], Case]] = {
         "linear": lambda: Case(operator, (_random(5, 192), _random(9, 192), _random(9), 24, 8, None)),
-        "linear_dx": lambda: Case(operator, (_random(5, 192), _random(192, 9), 24, 8, None)),
+        "linear_dx": lambda: Case(operator, (_random(5, 192), _random(192, 9), 24, 8, None, False)),
+        "linear_dx paired": lambda: Case("linear_dx", (_random(5, 192), _random(192, 9), 12, 8, None, True)),
         "linear_dw": lambda: Case(operator, (_random(96, 7), _random(96, 5), _random(7, 5), 3, None, 4), (2,)),
         "linear_db": lambda: Case(operator, (_random(96, 31), _random(31), 3, None, 4), (1,)),
         "grouped_linear": lambda: Case(
             operator, (_random(6, 192), _random(3, 9, 192), torch.tensor([0, 2, 2, 6]), 24, 8, None)
         ),
         "grouped_linear_dx": lambda: Case(
-            operator, (_random(6, 192), _random(3, 192, 9), torch.tensor([0, 2, 2, 6]), 24, 8, None)
+            operator, (_random(6, 192), _random(3, 192, 9), torch.tensor([0, 2, 2, 6]), 12, 8, None, True)
         ),
         "tree_sum": lambda: Case(operator, (_random(8, 5, 9), None, torch.float32)),
         "attention": lambda: _attention_case(False),
@@ -163,6 +184,8 @@ def _case(operator: str) -> Case:
         "rms_norm_dw": lambda: Case(
             operator, (_random(96, 6, 30), _random(96, 6, 30), _random(96, 6).abs(), _random(30), 3, None, 4), (3,)
         ),
+        "head_terms": lambda: Case(operator, (_random(20, 12, 30), _random(20, 12, 30), _random(20, 12).abs())),
+        "residual_add": lambda: Case(operator, (_random(9, 300, dtype=half), _random(9, 300, dtype=half))),
         "rope": lambda: Case(operator, (_random(9, 3, 16), _random(9, 8), _random(9, 8), torch.arange(9), False)),
         "swiglu": lambda: Case(operator, (_random(9, 100),)),
         "swiglu_backward": lambda: Case(operator, (_random(9, 50), _random(9, 100))),
@@ -173,6 +196,12 @@ def _case(operator: str) -> Case:
         "token_logprob": lambda: Case(operator, (logits, tokens, temperature, 64, 8, True)),
         "moe_route": lambda: Case(operator, (_random(50, 60), None, 6, "softmax", True, 1, 1, 1.0, 0.0)),
         "moe_route all": lambda: Case("moe_route", (_random(50, 200), None, 6, "softmax", False, 1, 1, 1.0, 0.0)),
+        "moe_route_backward": lambda: _route_backward("softmax", True),
+        "moe_route_backward all": lambda: _route_backward("softmax", False),
+        "moe_route_backward sigmoid": lambda: _route_backward("sigmoid", True),
+        "expert_weight_backward": lambda: Case(operator, (_random(21, 96), _random(21, 96), _random(21), 12, 8)),
+        "sigmoid_gate": lambda: Case(operator, (_random(9, 300), _random(9, 1))),
+        "sigmoid_gate_backward": lambda: Case(operator, (_random(20, 300), _random(20, 300), _random(20, 1))),
         "moe_combine": lambda: Case(
             operator, (_random(30, 40), torch.randint(0, 30, (9, 6), generator=G), _random(9, 6))
         ),
@@ -190,6 +219,9 @@ PLANTS: list[tuple[str, Plant]] = [
     ("linear", _other_argument(3, 48)),
     ("linear_dx", _reversed_chain),
     ("linear_dx", _no_tree),
+    ("linear_dx paired", _strided_tree),
+    ("linear_dx paired", _unpaired),
+    ("grouped_linear_dx", _unpaired),
     ("linear_dw", _reversed_chain),
     ("linear_dw", _reversed_rows),
     ("linear_dw", _other_argument(5, 1)),
@@ -228,6 +260,10 @@ PLANTS: list[tuple[str, Plant]] = [
     ("rms_norm_dw", _reversed_rows),
     ("rms_norm_dw", _one_head_leaf),
     ("rms_norm_dw", _other_argument(6, 1)),
+    ("head_terms", _one_head_leaf),
+    ("head_terms", _reversed_chain),
+    ("head_terms", _strided_tree),
+    ("residual_add", _extra_rounding),
     ("rope", _constant(multiply_add="mul-add")),
     ("swiglu", _constant(transcendental="hardware")),
     ("swiglu_backward", _constant(multiply_add="mul-add")),
@@ -242,6 +278,19 @@ PLANTS: list[tuple[str, Plant]] = [
     ("token_logprob", _other_argument(3, 128)),
     ("moe_route", _reversed_sum_chain),
     ("moe_route all", _constant(lanes=32)),
+    ("moe_route_backward", _reversed_sum_chain),
+    ("moe_route_backward", _reversed_chain),
+    ("moe_route_backward", _constant(multiply_add="mul-add")),
+    ("moe_route_backward all", _constant(lanes=32)),
+    ("moe_route_backward sigmoid", _reversed_sum_chain),
+    ("moe_route_backward sigmoid", _constant(transcendental="hardware")),
+    ("expert_weight_backward", _reversed_chain),
+    ("expert_weight_backward", _no_tree),
+    ("expert_weight_backward", _strided_tree),
+    ("expert_weight_backward", _other_argument(3, 24)),
+    ("sigmoid_gate", _constant(transcendental="hardware")),
+    ("sigmoid_gate_backward", _constant(lanes=32)),
+    ("sigmoid_gate_backward", _strided_tree),
     ("moe_combine", _reversed_chain),
     ("moe_combine", _constant(multiply_add="mul-add")),
     ("exp", _constant(transcendental="hardware")),

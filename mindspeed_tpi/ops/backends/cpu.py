@@ -22,11 +22,11 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # One letter per C parameter: p pointer, q int64, i int, f float. tests/unit/test_abi.py compares them with ops.def.
 _SIGNATURES = {
     "linear": "iipqpqppqqqqqq",
-    "linear_dx": "iipqpqpqqqqqq",
+    "linear_dx": "iipqpqpqqqqqqi",
     "linear_dw": "ipqpqpqqqqppqq",
     "linear_db": "ipqpqqppqq",
     "grouped_linear": "iipqpqqpqpqqqqq",
-    "grouped_linear_dx": "iipqpqqpqpqqqqq",
+    "grouped_linear_dx": "iipqpqqpqpqqqqqi",
     "tree_sum": "iipqppqq",
     "attention": "ipqqpqqpqqpqqppqpqqqqqfqq",
     "attention_backward": "ipqqpqqpqqpqqpqqppqpqqppqqipqqqqqfqq",
@@ -34,7 +34,9 @@ _SIGNATURES = {
     "paged_cache_write": "ipqqpqqpqqqpqqq",
     "rms_norm": "ipqqpqqpfpppqqq",
     "rms_norm_backward": "ipqqpqqppppqqq",
-    "rms_norm_dw": "ipqqpqqppqqqppqq",
+    "rms_norm_dw": "ipqpqppqqppqq",
+    "head_terms": "ipqqpqqppqqq",
+    "residual_add": "ipqpqpqq",
     "rope": "ipqqpqqppqqpqqqqi",
     "swiglu": "ipqpqqq",
     "swiglu_backward": "ipqpqpqqq",
@@ -45,7 +47,11 @@ _SIGNATURES = {
     "vocab_logprob": "pqpqqpqppppp",
     "vocab_logprob_backward": "pqpqqpqpppppipq",
     "moe_route": "pqpqqqiiqqffpp",
+    "moe_route_backward": "ppqpqqqiiffp",
     "moe_combine": "ipqppqqqpq",
+    "expert_weight_backward": "ipqpqpqqqqppq",
+    "sigmoid_gate": "ipqppqq",
+    "sigmoid_gate_backward": "ipqpqpppqq",
     "exp": "ppq",
     "log": "ppq",
 }
@@ -231,6 +237,7 @@ def linear(
     if x.shape[-1] != k:
         raise _refuse("linear", f"x {tuple(x.shape)} with weight {tuple(weight.shape)}", "x [*, K] and weight [N, K]")
     rows, w = _2d(x), _2d(weight)
+    bias = None if bias is None else bias.contiguous()
     out_dtype = out_dtype or x.dtype
     y = torch.empty((*x.shape[:-1], n), dtype=out_dtype)
     status = _lib.tpi_linear(
@@ -240,7 +247,7 @@ def linear(
         rows.stride(0),
         w.data_ptr(),
         w.stride(0),
-        None if bias is None else bias.contiguous().data_ptr(),
+        _pointer(bias),
         y.data_ptr(),
         n,
         rows.shape[0],
@@ -254,9 +261,20 @@ def linear(
     return y
 
 
-def linear_dx(dy: Tensor, weight: Tensor, leaf: int, leaves: int, out_dtype: torch.dtype | None) -> Tensor:
+def _check_pairs(name: str, n: int, leaf: int, leaves: int) -> None:
+    if n != 2 * leaf * leaves:
+        raise _refuse(
+            name, f"{leaves} leaves of {leaf} for paired N={n}", "whole leaves of each half: 2 * leaf * leaves = N"
+        )
+
+
+def linear_dx(
+    dy: Tensor, weight: Tensor, leaf: int, leaves: int, out_dtype: torch.dtype | None, paired: bool
+) -> Tensor:
     code = _code("linear_dx", dy, weight)
     n, k = weight.shape
+    if paired:
+        _check_pairs("linear_dx", n, leaf, leaves)
     if dy.shape[-1] != n:
         raise _refuse(
             "linear_dx", f"dy {tuple(dy.shape)} with weight {tuple(weight.shape)}", "dy [*, N], weight [N, K]"
@@ -279,6 +297,7 @@ def linear_dx(dy: Tensor, weight: Tensor, leaf: int, leaves: int, out_dtype: tor
         k,
         leaf,
         leaves,
+        int(paired),
     )
     _check("linear_dx", status)
     return dx
@@ -345,11 +364,13 @@ def grouped_linear(
 
 
 def grouped_linear_dx(
-    dy: Tensor, weight: Tensor, offsets: Tensor, leaf: int, leaves: int, out_dtype: torch.dtype | None
+    dy: Tensor, weight: Tensor, offsets: Tensor, leaf: int, leaves: int, out_dtype: torch.dtype | None, paired: bool
 ) -> Tensor:
     code = _code("grouped_linear_dx", dy, weight)
     rows, w = _2d(dy), _3d(weight)
     experts, n, k = w.shape
+    if paired:
+        _check_pairs("grouped_linear_dx", n, leaf, leaves)
     if rows.shape[1] != n:
         raise _refuse(
             "grouped_linear_dx", f"dy {tuple(dy.shape)}, weight {tuple(w.shape)}", "dy [P, N], weight [E, N, K]"
@@ -360,7 +381,7 @@ def grouped_linear_dx(
     out = _out_code("grouped_linear_dx", out_dtype)
     status = _lib.tpi_grouped_linear_dx(
         code, out, rows.data_ptr(), rows.stride(0), w.data_ptr(), w.stride(0), w.stride(1), dx.data_ptr(), k,
-        table.data_ptr(), experts, n, k, leaf, leaves,
+        table.data_ptr(), experts, n, k, leaf, leaves, int(paired),
     )  # fmt: skip
     _check("grouped_linear_dx", status)
     return dx
@@ -561,10 +582,10 @@ def _check_norm(name: str, x: Tensor, weight: Tensor) -> None:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     code = _code("rms_norm", x, weight)
     _check_norm("rms_norm", x, weight)
-    y, rstd = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape[:-1])
+    y, rstd, weight = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape[:-1]), weight.contiguous()
     x, outer, so, inner, si = _outer_inner(x)
     status = _lib.tpi_rms_norm(
-        code, x.data_ptr(), so, si, None, 0, 0, weight.contiguous().data_ptr(), eps, y.data_ptr(), None,
+        code, x.data_ptr(), so, si, None, 0, 0, weight.data_ptr(), eps, y.data_ptr(), None,
         rstd.data_ptr(), outer, inner, x.shape[-1],
     )  # fmt: skip
     if status:
@@ -579,9 +600,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
         raise _refuse("add_rms_norm", f"x {tuple(x.shape)}, residual {tuple(residual.shape)}", "equal shapes")
     y, total = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape, dtype=x.dtype)
     rstd = torch.empty(x.shape[:-1])
-    a, r = _2d(x), _2d(residual)
+    a, r, weight = _2d(x), _2d(residual), weight.contiguous()
     status = _lib.tpi_rms_norm(
-        code, a.data_ptr(), a.stride(0), 0, r.data_ptr(), r.stride(0), 0, weight.contiguous().data_ptr(), eps,
+        code, a.data_ptr(), a.stride(0), 0, r.data_ptr(), r.stride(0), 0, weight.data_ptr(), eps,
         y.data_ptr(), total.data_ptr(), rstd.data_ptr(), a.shape[0], 1, a.shape[1],
     )  # fmt: skip
     if status:
@@ -598,10 +619,11 @@ def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, dskip
     if (outer, inner) != (a_outer, a_inner):  # one of the two had to be flattened
         g, a = dy.contiguous(), x.contiguous()
         outer, inner, g_so, g_si, a_so, a_si = rstd.numel(), 1, x.shape[-1], 0, x.shape[-1], 0
+    weight, rstd = weight.contiguous(), rstd.contiguous()
     skip = None if dskip is None else dskip.contiguous()
     status = _lib.tpi_rms_norm_backward(
-        code, g.data_ptr(), g_so, g_si, a.data_ptr(), a_so, a_si, weight.contiguous().data_ptr(),
-        rstd.contiguous().data_ptr(), _pointer(skip), dx.data_ptr(), outer, inner, x.shape[-1],
+        code, g.data_ptr(), g_so, g_si, a.data_ptr(), a_so, a_si, weight.data_ptr(),
+        rstd.data_ptr(), _pointer(skip), dx.data_ptr(), outer, inner, x.shape[-1],
     )  # fmt: skip
     _check("rms_norm_backward", status)
     return dx
@@ -613,15 +635,49 @@ def rms_norm_dw(
     code = _code("rms_norm_dw", dy, x)
     _f32("rms_norm_dw", rstd=rstd)
     _check_grad("rms_norm_dw", grad, (x.shape[-1],))
-    if x.dim() == 2:
-        dy, x = dy.unsqueeze(1), x.unsqueeze(1)
-    dy, x = _3d(dy), _3d(x)
-    rows = _Rows("rms_norm_dw", x.shape[0], batch, row_offsets)
+    if x.dim() == 3:
+        return linear_db(head_terms(dy, x, rstd), grad, batch, row_offsets, spans)
+    g, a, rstd = _2d(dy), _2d(x), rstd.contiguous()
+    rows = _Rows("rms_norm_dw", a.shape[0], batch, row_offsets)
     status = _lib.tpi_rms_norm_dw(
-        code, dy.data_ptr(), dy.stride(0), dy.stride(1), x.data_ptr(), x.stride(0), x.stride(1),
-        rstd.contiguous().data_ptr(), grad.data_ptr(), x.shape[1], x.shape[2], *rows.arguments, spans,
+        code, g.data_ptr(), g.stride(0), a.data_ptr(), a.stride(0), rstd.data_ptr(), grad.data_ptr(),
+        a.shape[1], *rows.arguments, spans,
     )  # fmt: skip
     _check("rms_norm_dw", status)
+
+
+def head_terms(dy: Tensor, x: Tensor, rstd: Tensor) -> Tensor:
+    code = _code("head_terms", dy, x)
+    _f32("head_terms", rstd=rstd)
+    if x.dim() != 3 or dy.shape != x.shape or rstd.shape != x.shape[:2]:
+        raise _refuse(
+            "head_terms",
+            f"dy {tuple(dy.shape)}, x {tuple(x.shape)}, rstd {tuple(rstd.shape)}",
+            "dy and x [T, heads, D], rstd [T, heads]",
+        )
+    g, a, rstd = _3d(dy), _3d(x), rstd.contiguous()
+    tokens, heads, dim = a.shape
+    terms = torch.empty((tokens, dim))
+    status = _lib.tpi_head_terms(
+        code, g.data_ptr(), g.stride(0), g.stride(1), a.data_ptr(), a.stride(0), a.stride(1),
+        rstd.data_ptr(), terms.data_ptr(), tokens, heads, dim,
+    )  # fmt: skip
+    _check("head_terms", status)
+    return terms
+
+
+def residual_add(x: Tensor, y: Tensor) -> Tensor:
+    code = _code("residual_add", x, y)
+    if x.shape != y.shape:
+        raise _refuse("residual_add", f"x {tuple(x.shape)}, y {tuple(y.shape)}", "equal shapes")
+    out = torch.empty(x.shape, dtype=x.dtype)
+    a, b = _2d(x), _2d(y)
+    status = _lib.tpi_residual_add(
+        code, a.data_ptr(), a.stride(0), b.data_ptr(), b.stride(0), out.data_ptr(), a.shape[0], a.shape[1]
+    )
+    if status:
+        _check("residual_add", status)
+    return out
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool) -> Tensor:
@@ -833,20 +889,91 @@ def moe_route(
     return weights, ids
 
 
+def moe_route_backward(
+    dweights: Tensor, logits: Tensor, ids: Tensor, score: str, renormalize: bool, scaling: float, eps: float
+) -> Tensor:
+    _f32("moe_route_backward", dweights=dweights, logits=logits)
+    if score not in _SCORES:
+        raise _refuse("moe_route_backward", f"score {score!r}", "softmax or sigmoid")
+    if dweights.shape != ids.shape or dweights.shape[0] != logits.shape[0]:
+        raise _refuse(
+            "moe_route_backward",
+            f"dweights {tuple(dweights.shape)}, ids {tuple(ids.shape)}, logits {tuple(logits.shape)}",
+            "dweights and ids [T, k], logits [T, E]",
+        )
+    z, d, chosen = _2d(logits), dweights.contiguous(), _integers(ids, torch.int32)
+    dlogits = torch.empty(z.shape)
+    status = _lib.tpi_moe_route_backward(
+        d.data_ptr(), z.data_ptr(), z.stride(0), chosen.data_ptr(), *z.shape, ids.shape[1], _SCORES[score], int(renormalize), scaling, eps, dlogits.data_ptr(),
+    )  # fmt: skip
+    _check("moe_route_backward", status)
+    return dlogits
+
+
 def moe_combine(y: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
     code = _code("moe_combine", y)
     _f32("moe_combine", weights=weights)
-    rows, where = _2d(y), _integers(slots, torch.int64)
+    rows, where, weights = _2d(y), _integers(slots, torch.int64), weights.contiguous()
     tokens, topk = where.shape
     if where.numel() and int(where.max()) >= rows.shape[0]:
         raise _refuse("moe_combine", f"slot {int(where.max())}", f"slots below {rows.shape[0]}")
     out = torch.empty((tokens, rows.shape[1]), dtype=y.dtype)
     status = _lib.tpi_moe_combine(
-        code, rows.data_ptr(), rows.stride(0), where.data_ptr(), weights.contiguous().data_ptr(), tokens, topk,
+        code, rows.data_ptr(), rows.stride(0), where.data_ptr(), weights.data_ptr(), tokens, topk,
         rows.shape[1], out.data_ptr(), rows.shape[1],
     )  # fmt: skip
     _check("moe_combine", status)
     return out
+
+
+def expert_weight_backward(g: Tensor, a: Tensor, weights: Tensor, leaf: int, leaves: int) -> tuple[Tensor, Tensor]:
+    code = _code("expert_weight_backward", a)
+    _f32("expert_weight_backward", g=g, weights=weights)
+    if g.dim() != 2 or g.shape != a.shape or weights.shape != g.shape[:1]:
+        raise _refuse(
+            "expert_weight_backward",
+            f"g {tuple(g.shape)}, a {tuple(a.shape)}, weights {tuple(weights.shape)}",
+            "g and a [P, F], weights [P]",
+        )
+    rows, acts, weights = _2d(g), _2d(a), weights.contiguous()
+    dweights, da = torch.empty(g.shape[0]), torch.empty(a.shape, dtype=a.dtype)
+    status = _lib.tpi_expert_weight_backward(
+        code, rows.data_ptr(), rows.stride(0), acts.data_ptr(), acts.stride(0), weights.data_ptr(),
+        *rows.shape, leaf, leaves, dweights.data_ptr(), da.data_ptr(), rows.shape[1],
+    )  # fmt: skip
+    _check("expert_weight_backward", status)
+    return dweights, da
+
+
+def _check_gate(name: str, y: Tensor, logits: Tensor) -> Tensor:
+    _f32(name, logits=logits)
+    if logits.shape != (*y.shape[:-1], 1):
+        raise _refuse(name, f"logits {tuple(logits.shape)} for y {tuple(y.shape)}", f"logits {(*y.shape[:-1], 1)}")
+    return logits.contiguous()
+
+
+def sigmoid_gate(y: Tensor, logits: Tensor) -> Tensor:
+    code = _code("sigmoid_gate", y)
+    z, rows = _check_gate("sigmoid_gate", y, logits), _2d(y)
+    out = torch.empty(y.shape, dtype=y.dtype)
+    status = _lib.tpi_sigmoid_gate(code, rows.data_ptr(), rows.stride(0), z.data_ptr(), out.data_ptr(), *rows.shape)
+    _check("sigmoid_gate", status)
+    return out
+
+
+def sigmoid_gate_backward(dout: Tensor, y: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    code = _code("sigmoid_gate_backward", dout, y)
+    z = _check_gate("sigmoid_gate_backward", y, logits)
+    if dout.shape != y.shape:
+        raise _refuse("sigmoid_gate_backward", f"dout {tuple(dout.shape)}, y {tuple(y.shape)}", "equal shapes")
+    g, rows = _2d(dout), _2d(y)
+    dy, dlogits = torch.empty(y.shape, dtype=y.dtype), torch.empty(logits.shape)
+    status = _lib.tpi_sigmoid_gate_backward(
+        code, g.data_ptr(), g.stride(0), rows.data_ptr(), rows.stride(0), z.data_ptr(), dy.data_ptr(),
+        dlogits.data_ptr(), *rows.shape,
+    )  # fmt: skip
+    _check("sigmoid_gate_backward", status)
+    return dy, dlogits
 
 
 def exp(x: Tensor) -> Tensor:

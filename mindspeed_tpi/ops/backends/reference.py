@@ -297,9 +297,19 @@ def _same_size(left: int, right: int, what: str) -> None:
     _require(left == right, f"{what}: sizes {left} and {right} differ; they must be equal")
 
 
-def _matmul(x: F, weight: F, leaf: int, leaves: int) -> F:
-    """x [*, K], weight [N, K] -> [*, N]"""
-    return leaf_tree(x[..., None, :], weight, leaf, leaves)
+def _matmul(x: F, weight: F, leaf: int, leaves: int, paired: bool = False) -> F:
+    """x [*, K], weight [N, K] -> [*, N]; paired: K = [gate, up], leaf i of both halves added first"""
+    x = x[..., None, :]
+    if not paired:
+        return leaf_tree(x, weight, leaf, leaves)
+    half = leaf * leaves
+    _require(
+        x.shape[-1] == 2 * half,
+        f"{leaves} leaves of {leaf} for a paired reduction over {x.shape[-1]}: each half needs whole leaves",
+    )
+    index, present = _leaves(half, leaf, leaves)
+    gate, up = (chain(x[..., i], weight[..., i], present) for i in (index, half + index))
+    return tree(add(gate, up))
 
 
 @np.errstate(all="ignore")
@@ -317,11 +327,13 @@ def linear(
 
 
 @np.errstate(all="ignore")
-def linear_dx(dy: Tensor, weight: Tensor, leaf: int, leaves: int, out_dtype: torch.dtype | None) -> Tensor:
+def linear_dx(
+    dy: Tensor, weight: Tensor, leaf: int, leaves: int, out_dtype: torch.dtype | None, paired: bool
+) -> Tensor:
     """dy [*, N], weight [N, K] -> dx [*, K]"""
     _same_dtype(dy, weight)
     _same_size(dy.shape[-1], weight.shape[0], "linear_dx: N of dy and weight")
-    return narrow(_matmul(widen(dy), widen(weight).T, leaf, leaves), out_dtype or dy.dtype)
+    return narrow(_matmul(widen(dy), widen(weight).T, leaf, leaves, paired), out_dtype or dy.dtype)
 
 
 @np.errstate(all="ignore")
@@ -400,7 +412,9 @@ def linear_db(dy: Tensor, grad: Tensor, batch: int, row_offsets: Tensor | None, 
     _add_rows(grad, rows)
 
 
-def _grouped(x: Tensor, weight: F, offsets: Tensor, leaf: int, leaves: int, out_dtype: torch.dtype) -> Tensor:
+def _grouped(
+    x: Tensor, weight: F, offsets: Tensor, leaf: int, leaves: int, out_dtype: torch.dtype, paired: bool = False
+) -> Tensor:
     """x [T, K], weight [E, N, K] -> [T, N]"""
     bounds = [int(i) for i in offsets]
     _require(
@@ -410,7 +424,7 @@ def _grouped(x: Tensor, weight: F, offsets: Tensor, leaf: int, leaves: int, out_
     values = widen(x)
     y = np.zeros((len(x), weight.shape[1]))
     for expert, (first, last) in enumerate(itertools.pairwise(bounds)):
-        y[first:last] = _matmul(values[first:last], weight[expert], leaf, leaves)
+        y[first:last] = _matmul(values[first:last], weight[expert], leaf, leaves, paired)
     return narrow(y, out_dtype)
 
 
@@ -426,12 +440,12 @@ def grouped_linear(
 
 @np.errstate(all="ignore")
 def grouped_linear_dx(
-    dy: Tensor, weight: Tensor, offsets: Tensor, leaf: int, leaves: int, out_dtype: torch.dtype | None
+    dy: Tensor, weight: Tensor, offsets: Tensor, leaf: int, leaves: int, out_dtype: torch.dtype | None, paired: bool
 ) -> Tensor:
     """dy [T, N] sorted by expert, weight [E, N, K], offsets [E+1] -> dx [T, K]"""
     _same_dtype(dy, weight)
     _same_size(dy.shape[-1], weight.shape[1], "grouped_linear_dx: N of dy and weight")
-    return _grouped(dy, np.swapaxes(widen(weight), 1, 2), offsets, leaf, leaves, out_dtype or dy.dtype)
+    return _grouped(dy, np.swapaxes(widen(weight), 1, 2), offsets, leaf, leaves, out_dtype or dy.dtype, paired)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -770,26 +784,49 @@ def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, dskip
     return narrow(dx, x.dtype)
 
 
+def _over_heads_of_a_token(g: F, n: F) -> F:
+    """g, n [T, heads, D] -> [T, D]"""
+    index, present = cut(g.shape[1], *_head_leaves(g.shape[1]))
+    g, n = (np.moveaxis(a[:, index], -1, 1) for a in (g, n))  # [T, D, leaves, leaf]
+    return tree(chain(g, n, present, madd))
+
+
 @np.errstate(all="ignore")
 def rms_norm_dw(
     dy: Tensor, x: Tensor, rstd: Tensor, grad: Tensor, batch: int, row_offsets: Tensor | None, spans: int
 ) -> None:
     """dy, x [T, H] or [T, heads, H], rstd f32 [T] or [T, heads], grad f32 [H] is added to"""
     _same_dtype(dy, x)
-    n = rounded(mul(widen(x), widen(rstd)[..., None]), x.dtype)
-    heads = x.shape[1] if x.dim() == 3 else 1
-    g, n = (np.moveaxis(a.reshape(len(x), heads, x.shape[-1]), 0, -1) for a in (widen(dy), n))  # [heads, H, T]
-    index, present = cut(heads, *_head_leaves(heads))
-    g_leaves, n_leaves = (np.moveaxis(a[index], (0, 1), (-2, -1)) for a in (g, n))  # [H, T, leaves, leaf]
-    per_token = tree(chain(g_leaves, n_leaves, present, madd))  # [H, T]
+    g, n = widen(dy), rounded(mul(widen(x), widen(rstd)[..., None]), x.dtype)
+    per_token = _over_heads_of_a_token(g, n).T if x.dim() == 3 else None  # [H, T]
     rows = []
     for tokens in _rows(len(x), batch, row_offsets):
         index, present = _span_cut(tokens, spans)
-        if heads == 1:
-            rows.append(tree(chain(g[0][:, index], n[0][:, index], present, madd)))
+        if per_token is None:
+            rows.append(tree(chain(g.T[:, index], n.T[:, index], present, madd)))
         else:
             rows.append(tree(sum_chain(per_token[:, index], present)))
     _add_rows(grad, rows)
+
+
+@np.errstate(all="ignore")
+def head_terms(dy: Tensor, x: Tensor, rstd: Tensor) -> Tensor:
+    """dy, x [T, heads, D], rstd f32 [T, heads] -> f32 [T, D]"""
+    _same_dtype(dy, x)
+    _require(
+        x.dim() == 3 and x.shape == dy.shape and rstd.shape == x.shape[:2],
+        f"head_terms: dy {tuple(dy.shape)}, x {tuple(x.shape)}, rstd {tuple(rstd.shape)}; give [T, heads, D] and [T, heads]",
+    )
+    n = rounded(mul(widen(x), widen(rstd)[..., None]), x.dtype)
+    return narrow(_over_heads_of_a_token(widen(dy), n), torch.float32)
+
+
+@np.errstate(all="ignore")
+def residual_add(x: Tensor, y: Tensor) -> Tensor:
+    """x, y [*] -> x + y"""
+    _same_dtype(x, y)
+    _require(x.shape == y.shape, f"residual_add: shapes {tuple(x.shape)} and {tuple(y.shape)} differ")
+    return narrow(add(widen(x), widen(y)), x.dtype)
 
 
 @np.errstate(all="ignore")
@@ -1001,7 +1038,7 @@ def moe_route(
         keys = z
         values = exp32(sub(z, z.max(-1, keepdims=True)))
     else:
-        values = div(_ONE, add(_ONE, exp32(-z)))
+        values = _sigmoid(z)
         keys = values if expert_bias is None else add(values, widen(expert_bias))
     if groups > 1:
         grouped = keys.reshape(tokens, groups, experts // groups)
@@ -1021,6 +1058,44 @@ def moe_route(
     return narrow(w, torch.float32), torch.from_numpy(ids.astype(np.int32))
 
 
+def _sigmoid(z: F) -> F:
+    return div(_ONE, add(_ONE, exp32(-z)))
+
+
+@np.errstate(all="ignore")
+def moe_route_backward(
+    dweights: Tensor, logits: Tensor, ids: Tensor, score: str, renormalize: bool, scaling: float, eps: float
+) -> Tensor:
+    """dweights f32 [T, k], logits f32 [T, E], ids int32 [T, k] ascending -> dlogits f32 [T, E]"""
+    _require(score in ("softmax", "sigmoid"), f"router score {score!r} is not served; use softmax or sigmoid")
+    _require(
+        dweights.shape == ids.shape and len(dweights) == len(logits),
+        f"dweights {tuple(dweights.shape)} and ids {tuple(ids.shape)} for logits {tuple(logits.shape)}: give [T, k], [T, E]",
+    )
+    z, where = widen(logits), ids.numpy().astype(np.int64)
+    _require(not np.isnan(z).any(), "a router logit is NaN; the model has diverged before this layer")
+    _require(bool(((where >= 0) & (where < z.shape[1])).all()), f"expert ids leave the {z.shape[1]} experts")
+    d = widen(dweights)
+    if constant(scaling) != 1:
+        d = mul(d, constant(scaling))
+    values = _sigmoid(z) if score == "sigmoid" else exp32(sub(z, z.max(-1, keepdims=True)))
+    v = np.take_along_axis(values, where, -1)
+    slope = mul(v, sub(_ONE, v))
+    dz = np.zeros(z.shape)
+    if score == "sigmoid" and not renormalize:
+        np.put_along_axis(dz, where, mul(d, slope), -1)
+        return narrow(dz, torch.float32)
+    total = (sum_chain(v) if renormalize else lane_tree(values))[:, None]
+    if score == "sigmoid":
+        total = add(total, constant(eps))
+    p = div(v, total)
+    centred = sub(d, c := chain(d, p, None, madd)[:, None])
+    if not renormalize:
+        dz = mul(div(values, total), sub(_ZERO, c))
+    np.put_along_axis(dz, where, mul(div(centred, total), slope) if score == "sigmoid" else mul(p, centred), -1)
+    return narrow(dz, torch.float32)
+
+
 @np.errstate(all="ignore")
 def moe_combine(y: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
     """y [P, H], slots [T, k] ascending by expert, negative = skip, weights f32 [T, k] -> [T, H]"""
@@ -1032,3 +1107,39 @@ def moe_combine(y: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
     chosen = widen(y)[np.where(rows < 0, 0, rows)] if len(y) else np.zeros((*rows.shape, y.shape[1]))
     terms = np.swapaxes(chosen, 1, 2)  # [T, H, k]
     return narrow(chain(widen(weights)[:, None], terms, (rows >= 0)[:, None], madd), y.dtype)
+
+
+@np.errstate(all="ignore")
+def expert_weight_backward(g: Tensor, a: Tensor, weights: Tensor, leaf: int, leaves: int) -> tuple[Tensor, Tensor]:
+    """g f32, a [P, F], weights f32 [P] -> dweights f32 [P], da [P, F]"""
+    _require(
+        g.dim() == 2 and g.shape == a.shape and weights.shape == g.shape[:1],
+        f"g {tuple(g.shape)}, a {tuple(a.shape)}, weights {tuple(weights.shape)}: give [P, F] twice and [P]",
+    )
+    rows = widen(g)
+    dweights = leaf_tree(rows, widen(a), leaf, leaves)
+    return narrow(dweights, torch.float32), narrow(mul(widen(weights)[:, None], rows), a.dtype)
+
+
+def _check_gate(y: Tensor, logits: Tensor) -> None:
+    _require(
+        logits.dtype == torch.float32 and logits.shape == (*y.shape[:-1], 1),
+        f"gate logits {logits.dtype} {tuple(logits.shape)} for y {tuple(y.shape)}: give one float32 logit a token, [*, 1]",
+    )
+
+
+@np.errstate(all="ignore")
+def sigmoid_gate(y: Tensor, logits: Tensor) -> Tensor:
+    """y [*, H], logits f32 [*, 1] -> [*, H]"""
+    _check_gate(y, logits)
+    return narrow(mul(widen(y), _sigmoid(widen(logits))), y.dtype)
+
+
+@np.errstate(all="ignore")
+def sigmoid_gate_backward(dout: Tensor, y: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """dout, y [*, H], logits f32 [*, 1] -> dy [*, H], dlogits f32 [*, 1]"""
+    _same_dtype(dout, y)
+    _check_gate(y, logits)
+    gate, d = _sigmoid(widen(logits)), widen(dout)
+    total = lane_tree(mul(d, widen(y)))[..., None]
+    return narrow(mul(d, gate), y.dtype), narrow(mul(total, mul(gate, sub(_ONE, gate))), torch.float32)

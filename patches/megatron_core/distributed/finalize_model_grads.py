@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mindspeed_tpi.errors import LayoutError
-from mindspeed_tpi.patches.megatron_core.support import UNTIL, VERSIONS, by_version
+from mindspeed_tpi.patches.megatron_core.support import UNTIL, VERSIONS, by_version, served
 from mindspeed_tpi.patches.megatron_core.tensor_parallel.layers import HEAD_GRAD, add_head_gradients
 from mindspeed_tpi.patching import Patch
 
@@ -28,7 +28,25 @@ def finalize_model_grads(original: Callable[..., None]) -> Callable[..., None]:
     return finalize
 
 
+def allreduce_non_tensor_model_parallel_grads(original: Callable[..., None]) -> Callable[..., None]:
+    """Nothing: norms, biases and routers have exchanged their gradients micro-batch by micro-batch (contract section 9)."""
+
+    def allreduce(model: list[Any], config: Any, *args: Any, **kwargs: Any) -> None:
+        if not served(config):
+            original(model, config, *args, **kwargs)
+
+    return allreduce
+
+
 PATCHES: tuple[Patch, ...] = (
+    Patch(
+        target="megatron.core.distributed.finalize_model_grads:_allreduce_non_tensor_model_parallel_grads",
+        factory=allreduce_non_tensor_model_parallel_grads,
+        reason="a library sum over tensor-parallel ranks, which also counts replicated heads twice",
+        versions="megatron-core>=0.13,<0.17",
+        parameters=by_version(("0.16", ("model", "config", "tp_group")), ("0.13", ("model", "config"))),
+        until=UNTIL,
+    ),
     Patch(
         target="megatron.core.distributed:finalize_model_grads",
         factory=finalize_model_grads,

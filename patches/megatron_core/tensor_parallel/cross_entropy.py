@@ -9,8 +9,8 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-from mindspeed_tpi import ops
-from mindspeed_tpi.patches.megatron_core.support import UNTIL, VERSIONS, outside
+from mindspeed_tpi.parallel.logprob import token_logprob
+from mindspeed_tpi.patches.megatron_core.support import UNTIL, VERSIONS, outside, tensor_parallel_group
 from mindspeed_tpi.patching import Patch
 
 _temperature: ContextVar[Tensor | None] = ContextVar("temperature", default=None)
@@ -30,17 +30,14 @@ def vocab_parallel_cross_entropy(original: Callable[..., Tensor]) -> Callable[..
     """−log softmax(logits / temperature) at the targets, f32 [s, b]."""
 
     def cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0) -> Tensor:
-        from megatron.core import parallel_state
-
-        ranks = parallel_state.get_tensor_model_parallel_world_size()
-        if ranks > 1 or label_smoothing > 0 or vocab_parallel_logits.dtype != torch.float32:
+        if label_smoothing > 0 or vocab_parallel_logits.dtype != torch.float32:
             outside(
-                f"cross entropy of {vocab_parallel_logits.dtype} logits over {ranks} ranks with label_smoothing={label_smoothing} "
-                "(served: float32 logits, 1 rank, no smoothing)"
+                f"cross entropy of {vocab_parallel_logits.dtype} logits with label_smoothing={label_smoothing} "
+                "(served: float32 logits, no smoothing)"
             )
             return original(vocab_parallel_logits, target, label_smoothing)
         logits = vocab_parallel_logits.reshape(-1, vocab_parallel_logits.shape[-1])
-        logprob: Tensor = ops.token_logprob(logits, target.reshape(-1), _temperature.get())
+        logprob: Tensor = token_logprob(logits, target.reshape(-1), _temperature.get(), group=tensor_parallel_group())
         return -logprob.view(target.shape)
 
     return cross_entropy

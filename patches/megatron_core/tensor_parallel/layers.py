@@ -8,15 +8,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_tpi import contract, ops
+from mindspeed_tpi import contract
+from mindspeed_tpi.errors import LayoutError
+from mindspeed_tpi.parallel import tree
+from mindspeed_tpi.parallel.embedding import vocab_parallel_embedding
+from mindspeed_tpi.parallel.linear import column_parallel_linear, row_parallel_linear
+from mindspeed_tpi.parallel.mappings import gather_columns, split_columns
 from mindspeed_tpi.patches.megatron_core.support import UNTIL, VERSIONS, served
 from mindspeed_tpi.patching import Patch
 
 HEAD_GRAD = "head_main_grad"
+PAIRED = "tpi_paired"
+"""Attribute of a ColumnParallelLinear whose weight is [gate; up]."""
+REAL_VOCAB = "tpi_vocab"
+"""Attribute of an output projection or embedding whose rows are padded: the rows that exist."""
 
 
 def column_parallel_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`ColumnParallelLinear.forward`: the bias is part of the f32 sum; the output projection gives f32 logits."""
+    """`ColumnParallelLinear.forward`: the bias is part of the f32 sum; the output projection gives f32 logits of the
+    vocabulary's existing rows."""
 
     def forward(
         self: Any, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
@@ -29,19 +39,34 @@ def column_parallel_forward(original: Callable[..., Any]) -> Callable[..., Any]:
                 f"ColumnParallelLinear needs a weight of shape {(self.output_size_per_partition, self.input_size)}, got "
                 f"{None if parameter is None else tuple(parameter.shape)}"
             )
+        gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
         if not getattr(parameter, "is_embedding_or_output_parameter", False):
-            return ops.linear(input_, parameter, self.bias, batch=_batch(input_)), None
+            y = column_parallel_linear(
+                input_,
+                parameter,
+                self.bias,
+                group=self.tp_group,
+                sequence_parallel=self.sequence_parallel,
+                paired=getattr(self, PAIRED, False),
+                batch=_batch(input_),
+            )
+            return (gather_columns(y, self.tp_group) if gather else y), None
         if self.weight is None:
             parameter = _tied_head(parameter)
-        logits = ops.linear(
+        vocab = getattr(self, REAL_VOCAB, self.output_size)
+        rows = self.output_size_per_partition
+        logits = column_parallel_linear(
             input_,
             parameter,
             self.bias,
-            dx_leaves=contract.current().vocab_leaves(parameter.shape[0]),
+            group=self.tp_group,
+            sequence_parallel=self.sequence_parallel,
+            dx_leaves=contract.current().vocab_leaves(vocab),
+            used=max(0, min(vocab - rows * tree.rank(self.tp_group), rows)),
             out_dtype=torch.float32,
             batch=_batch(input_),
         )
-        return logits, None
+        return (gather_columns(logits, self.tp_group) if gather else logits), None
 
     return forward
 
@@ -52,20 +77,54 @@ def row_parallel_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Any, input_: Tensor) -> tuple[Tensor, None]:
         if not served(self.config):
             return original(self, input_)  # type: ignore[no-any-return]
-        return ops.linear(input_, self.weight, self.bias, batch=_batch(input_)), None
+        if not self.input_is_parallel:
+            input_ = split_columns(input_, self.tp_group)
+        y = row_parallel_linear(
+            input_,
+            self.weight,
+            self.bias,
+            group=self.tp_group,
+            sequence_parallel=self.sequence_parallel,
+            batch=_batch(input_),
+        )
+        return y, None
 
     return forward
 
 
 def vocab_parallel_embedding_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`VocabParallelEmbedding.forward`: ids [B, S] → [B, S, H]; duplicate ids' gradients are added row by row."""
+    """`VocabParallelEmbedding.forward`: ids [B, S] → [B, S, H], or this rank's rows of [S, B, H] under sequence parallelism;
+    duplicate ids' gradients are added row by row."""
 
     def forward(self: Any, input_: Tensor) -> Tensor:
-        if self.num_embeddings_per_partition != self.num_embeddings:
-            return original(self, input_)  # type: ignore[no-any-return]
-        return ops.embedding(self.weight, input_)
+        return vocab_parallel_embedding(
+            self.weight,
+            input_,
+            group=self.tp_group,
+            vocab_start=self.vocab_start_index,
+            vocab_size=getattr(self, REAL_VOCAB, self.num_embeddings),
+            sequence_parallel=self.reduce_scatter_embeddings,
+        )
 
     return forward
+
+
+def bind_vocab(model: Any, vocab: int) -> None:
+    """Tell a GPTModel how many of its vocabulary rows exist; the others are padding and take part in nothing.
+
+    Raises:
+        LayoutError: rows that do not cut into the contract's vocabulary leaves over the tensor-parallel ranks.
+    """
+    for module in model.modules():
+        if type(module).__name__ == "VocabParallelEmbedding" or module is getattr(model, "output_layer", None):
+            rows = getattr(module, "num_embeddings", None) or module.output_size
+            padded = contract.current().padded_vocab(vocab)
+            if tree.size(module.tp_group) > 1 and rows != padded:
+                raise LayoutError(
+                    f"{rows} vocabulary rows over {tree.size(module.tp_group)} tensor-parallel ranks: a vocabulary of {vocab} "
+                    f"must be padded to {padded} rows, whatever the number of ranks"
+                )
+            setattr(module, REAL_VOCAB, vocab)
 
 
 def _batch(x: Tensor) -> int:

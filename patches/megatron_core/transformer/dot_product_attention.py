@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +11,17 @@ import torch
 from torch import Tensor
 
 from mindspeed_tpi import ops
-from mindspeed_tpi.patches.megatron_core.support import UNTIL, VERSIONS, outside, served
+from mindspeed_tpi.errors import ParityError
+from mindspeed_tpi.parallel import tree
+from mindspeed_tpi.parallel.attention import context_parallel_attention, shared_key_attention
+from mindspeed_tpi.patches.megatron_core.support import (
+    UNTIL,
+    VERSIONS,
+    context_parallel_group,
+    outside,
+    served,
+    tensor_parallel_group,
+)
 from mindspeed_tpi.patching import Patch
 
 
@@ -28,20 +40,51 @@ def forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     ) -> Tensor:
         if not served(self.config) or not _causal(self, query, key, attention_mask, attention_bias, packed_seq_params):
             return original(self, query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
-        length, batch, heads, dim = query.shape
         window = getattr(self.scale_mask_softmax, "window_size", None)
-        out = ops.attention(
-            query.flatten(0, 1),
-            key.flatten(0, 1),
-            value.flatten(0, 1),
-            ops.sbhd_seqs(length, batch),
-            stride=batch,
-            scale=self.softmax_scale,
-            window=window[0] + 1 if window and window[0] >= 0 else 0,
-        )
+        visible = window[0] + 1 if window and window[0] >= 0 else 0
+        if packed_seq_params is not None:
+            out = ops.attention(
+                query, key, value, _packed_seqs(packed_seq_params), scale=self.softmax_scale, window=visible
+            )
+            return out.flatten(1)
+        length, batch, heads, dim = query.shape
+        group = context_parallel_group()
+        if tree.size(group) > 1:
+            out = context_parallel_attention(
+                query,
+                key,
+                value,
+                group=group,
+                exchange=self.cp_comm_type,
+                scale=self.softmax_scale,
+                window=visible,
+            )
+            return out.reshape(length, batch, heads * dim)
+        copies = getattr(self, "key_copies", 1)
+        operands = (query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), ops.sbhd_seqs(length, batch))
+        if copies > 1:
+            out = shared_key_attention(
+                *operands,
+                group=tensor_parallel_group(),
+                copies=copies,
+                stride=batch,
+                scale=self.softmax_scale,
+                window=visible,
+            )
+        else:
+            out = ops.attention(*operands, stride=batch, scale=self.softmax_scale, window=visible)
         return out.view(length, batch, heads * dim)
 
     return attention_forward
+
+
+def _packed_seqs(packed: Any) -> Tensor:
+    """`seqs` of a pack: sequences start at the padded offsets and have their real lengths."""
+    real = packed.cu_seqlens_q
+    starts = packed.cu_seqlens_q_padded if packed.cu_seqlens_q_padded is not None else real
+    lengths = real.diff().int()
+    first = starts[:-1].int()
+    return torch.stack((first, lengths, torch.zeros_like(first), first, lengths), dim=1)
 
 
 def _causal(self: Any, query: Tensor, key: Tensor, mask: Tensor | None, bias: Tensor | None, packed: Any) -> bool:
@@ -53,9 +96,11 @@ def _causal(self: Any, query: Tensor, key: Tensor, mask: Tensor | None, bias: Te
         why = f"{query.shape[0]} queries against {key.shape[0]} keys (only whole sequences are served)"
     elif bias is not None:
         why = "an attention bias (pass None)"
-    elif packed is not None:
-        why = "packed sequences (pass a right-padded [s, b] batch)"
-    elif mask is not None and not _is_causal(mask):
+    elif packed is not None and (packed.qkv_format != "thd" or tree.size(context_parallel_group()) > 1):
+        why = f"packed sequences as {packed.qkv_format} over {tree.size(context_parallel_group())} context-parallel ranks (served: thd, 1)"
+    elif getattr(self, "key_copies", 1) > 1 and (packed is not None or tree.size(context_parallel_group()) > 1):
+        why = "more tensor-parallel ranks than KV heads together with packed sequences or context parallelism"
+    elif packed is None and mask is not None and not _is_causal(mask):
         why = "an attention mask that is not the causal one (right-padded batches need none: pass None)"
     if why:
         outside(f"attention with {why}")
@@ -70,7 +115,37 @@ def _is_causal(mask: Any) -> bool:
     return mask.is_causal_mask  # type: ignore[no-any-return]
 
 
+def init(original: Callable[..., None]) -> Callable[..., None]:
+    """`DotProductAttention.__init__`: upstream's refuses context parallelism, which the replaced `forward` serves."""
+    signature = inspect.signature(original)
+
+    def attention_init(*args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(*args, **kwargs)
+        config = bound.arguments["config"]
+        if config.context_parallel_size > 1 and served(config):
+            bound.arguments["config"] = copy.copy(config)
+            bound.arguments["config"].context_parallel_size = 1
+        original(*bound.args, **bound.kwargs)
+        self = bound.arguments["self"]
+        self.config = config
+        kind = bound.arguments.get("cp_comm_type") or "p2p"
+        if config.context_parallel_size > 1 and kind not in ("p2p", "all_gather", "a2a"):
+            raise ParityError(f"cp_comm_type={kind!r} is not served; use p2p, all_gather or a2a")
+        self.cp_comm_type = kind
+
+    return attention_init
+
+
 PATCHES: tuple[Patch, ...] = (
+    Patch(
+        target="megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
+        factory=init,
+        reason="upstream's local attention has no context parallelism",
+        versions=VERSIONS,
+        parameters=None,  # only passed through
+        until=UNTIL,
+        kind="wrap",
+    ),
     Patch(
         target="megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
         factory=forward,

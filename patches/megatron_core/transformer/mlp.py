@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mindspeed_tpi import ops
 from mindspeed_tpi.patches.megatron_core.support import UNTIL, VERSIONS, by_version, served
+from mindspeed_tpi.patches.megatron_core.tensor_parallel.layers import PAIRED
 from mindspeed_tpi.patching import Patch
 
 
@@ -18,6 +19,7 @@ def forward(original: Callable[..., Any]) -> Callable[..., Any]:
     def mlp_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not served(self.config):
             return original(self, hidden_states, *args, **kwargs)
+        setattr(self.linear_fc1, PAIRED, True)
         gate_up, _ = self.linear_fc1(hidden_states)
         return self.linear_fc2(ops.swiglu(gate_up))
 

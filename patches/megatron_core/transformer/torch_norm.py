@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_tpi import ops
-from mindspeed_tpi.patches.megatron_core.support import UNTIL, VERSIONS, served
+from mindspeed_tpi.parallel.norm import rms_norm
+from mindspeed_tpi.patches.megatron_core.support import UNTIL, VERSIONS, served, tensor_parallel_group
 from mindspeed_tpi.patching import Patch
 
 
@@ -23,13 +23,15 @@ class RMSNorm(torch.nn.Module):
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
         self.eps = eps
+        self.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
         batch = x.shape[1] if x.dim() > 2 else 1
+        group = tensor_parallel_group()
         if x.dim() == 4:
             heads = x.flatten(0, 1)
-            return ops.rms_norm(heads, self.weight, self.eps, batch=batch, per_head=True).view(x.shape)
-        return ops.rms_norm(x, self.weight, self.eps, batch=batch)
+            return rms_norm(heads, self.weight, self.eps, group=group, per_head=True, batch=batch).view(x.shape)
+        return rms_norm(x, self.weight, self.eps, group=group, sequence_parallel=self.sequence_parallel, batch=batch)
 
 
 def new(original: Any) -> Any:

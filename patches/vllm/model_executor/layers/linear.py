@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mindspeed_tpi import contract, ops
+from mindspeed_tpi.parallel import tree
+from mindspeed_tpi.patches.vllm._parallel import tp_group
 from mindspeed_tpi.patches.vllm._versions import UNTIL, VERSIONS
 from mindspeed_tpi.patching import Patch
 
 
 def _process_weights_after_loading(original: Callable[..., None]) -> Callable[..., None]:
     def process_weights_after_loading(self: Any, layer: Any) -> None:
-        layer.tpi_leaves = contract.current().leaves(layer.weight.shape[1])
+        ranks = layer.input_size // layer.weight.shape[1]
+        layer.tpi_leaves = contract.current().leaves(layer.input_size).shard(ranks)
 
     return process_weights_after_loading
 
@@ -24,6 +28,23 @@ def _apply(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return ops.linear(x, layer.weight, bias, leaves=layer.tpi_leaves)
 
     return apply
+
+
+def _row_parallel_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(self: Any, input_: Tensor) -> Any:
+        """Always the complete sum: `reduce_results=False` leaves it to a caller, which is the experts' layer, and ours does not."""
+        x = input_ if self.input_is_parallel else input_.chunk(self.tp_size, dim=-1)[self.tp_rank]
+        bias = None if self.skip_bias_add else self.bias
+        if self.tp_size == 1:
+            out = ops.linear(x, self.weight, bias, leaves=self.tpi_leaves)
+        else:
+            partial = ops.linear(x, self.weight, leaves=self.tpi_leaves, out_dtype=torch.float32)
+            out = tree.tree_reduce(partial, tp_group(), bias=bias, out_dtype=x.dtype)
+        if not self.return_bias:
+            return out
+        return out, self.bias if self.skip_bias_add else None
+
+    return forward
 
 
 _METHOD = "vllm.model_executor.layers.linear:UnquantizedLinearMethod"
@@ -43,6 +64,15 @@ PATCHES = (
         reason="the order of the sum over K depends on the library, its blocking and the number of rows",
         versions=VERSIONS,
         parameters=("self", "layer", "x", "bias"),
+        until=UNTIL,
+        anytime=True,
+    ),
+    Patch(
+        target="vllm.model_executor.layers.linear:RowParallelLinear.forward",
+        factory=_row_parallel_forward,
+        reason="upstream rounds each rank's partial sum, adds the bias to the first, and leaves their order to the library",
+        versions=VERSIONS,
+        parameters=("self", "input_"),
         until=UNTIL,
         anytime=True,
     ),

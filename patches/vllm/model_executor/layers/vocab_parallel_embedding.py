@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from mindspeed_tpi import contract, ops
+from mindspeed_tpi.parallel import tree
+from mindspeed_tpi.patches.vllm._parallel import tp_group
 from mindspeed_tpi.patches.vllm._versions import UNTIL, VERSIONS
 from mindspeed_tpi.patching import Patch
 
@@ -22,18 +24,22 @@ def _process_weights_after_loading(original: Callable[..., None]) -> Callable[..
 
 def _apply(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def apply(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        rows = layer.org_vocab_size
+        rows = layer.weight.shape[0]
+        if layer.tp_size == 1:  # otherwise padding goes after the gather
+            rows = layer.org_vocab_size
         bias = None if bias is None else bias[:rows]
         return ops.linear(x, layer.weight[:rows], bias, leaves=layer.tpi_leaves, out_dtype=torch.float32)
 
     return apply
 
 
-def _embedding(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def embedding(self: Any, layer: Any, input_: Tensor) -> Tensor:
-        return ops.embedding(layer.weight, input_, vocab_size=layer.org_vocab_size)
+def _forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def forward(self: Any, input_: Tensor) -> Tensor:
+        start = self.shard_indices.org_vocab_start_index
+        own = ops.embedding(self.weight, input_.long(), vocab_start=start, vocab_size=self.org_vocab_size)
+        return tree.owned_sum(own, tp_group()) if self.tp_size > 1 else own
 
-    return embedding
+    return forward
 
 
 _METHOD = "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod"
@@ -57,11 +63,12 @@ PATCHES = (
         anytime=True,
     ),
     Patch(
-        target=f"{_METHOD}.embedding",
-        factory=_embedding,
-        reason="the same operator as in the trainer: an id outside the vocabulary is an error, not a row of padding",
+        target="vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbedding.forward",
+        factory=_forward,
+        reason="the same operator as in the trainer: an id outside the vocabulary is an error, not a row of padding; "
+        "adding other ranks' zeros would lose a negative zero",
         versions=VERSIONS,
-        parameters=("self", "layer", "input_"),
+        parameters=("self", "input_"),
         until=UNTIL,
         anytime=True,
     ),

@@ -14,6 +14,7 @@ from mindspeed_tpi.patches.vllm._coverage import uncovered
 from mindspeed_tpi.patches.vllm._limits import bound_contract
 from mindspeed_tpi.patches.vllm._status import in_force
 from mindspeed_tpi.patches.vllm.platforms.cpu import KEY
+from mindspeed_tpi.profiles import Profile
 
 logger = logging.getLogger("mindspeed_tpi")
 
@@ -44,6 +45,23 @@ class _Counters:
         taken = {name: self.counts[name] for name in names}
         self.counts.clear()
         return taken
+
+
+def missing_experts(profile: Profile, names: set[str]) -> list[str]:
+    """Experts' tensors that a set of Hugging Face names lacks; vLLM itself counts a parameter as loaded with one of its experts."""
+    moe = profile.moe
+    if moe is None:
+        return []
+    block, projections = ("mlp", ("gate_proj", "up_proj", "down_proj"))
+    if profile.family == "MixtralForCausalLM":
+        block, projections = ("block_sparse_moe", ("w1", "w2", "w3"))
+    return [
+        name
+        for layer in sorted(set(range(profile.layers)) - set(moe.dense_layers))
+        for expert in range(moe.experts)
+        for projection in projections
+        if (name := f"model.layers.{layer}.{block}.experts.{expert}.{projection}.weight") not in names
+    ]
 
 
 @cache
@@ -80,10 +98,14 @@ def observed_worker_class() -> type[Any]:
 
             model = self.model_runner.get_model()
             with safe_open(path, framework="pt") as file:
-                loaded = model.load_weights((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
-            missing = sorted({name for name, _ in model.named_parameters()} - loaded)
+                names = set(file.keys())
+                missing = missing_experts(Profile.from_hf(self.model_config.hf_text_config.to_dict()), names)
+                if not missing:
+                    loaded = model.load_weights((name, file.get_tensor(name)) for name in names)
+                    missing = sorted({name for name, _ in model.named_parameters()} - loaded)
             if missing:
-                raise InputError(f"the weight update lacks {', '.join(missing)}: they would keep their old values")
+                shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+                raise InputError(f"the weight update lacks {shown}: they would keep their old values")
 
     return ObservedWorker
 

@@ -10,12 +10,15 @@ from torch import Tensor
 
 from mindspeed_tpi import ops
 from mindspeed_tpi.errors import InputError
-from mindspeed_tpi.patches.megatron_core.support import UNTIL, VERSIONS, by_version
+from mindspeed_tpi.parallel import tree
+from mindspeed_tpi.parallel.attention import zigzag_positions
+from mindspeed_tpi.patches.megatron_core.support import UNTIL, VERSIONS, by_version, context_parallel_group
 from mindspeed_tpi.patching import Patch
 
 
-def tables(config: ops.RopeConfig, length: int, offset: int = 0) -> Tensor:
-    """cos and sin of positions `offset` to `offset + length`, f32 [length, 1, 2, R/2].
+def tables(config: ops.RopeConfig, length: int, offset: int = 0, group: Any = None) -> Tensor:
+    """cos and sin of positions `offset` to `offset + length`, f32 [length, 1, 2, R/2]; of these, the positions that a rank of
+    the context-parallel `group` holds.
 
     Raises:
         InputError: a position beyond the model's tables.
@@ -25,19 +28,24 @@ def tables(config: ops.RopeConfig, length: int, offset: int = 0) -> Tensor:
             f"a sequence of {offset + length} tokens exceeds the model's {config.max_position} positions "
             "(max_sequence_length of GPTModel, max_position_embeddings of the checkpoint)"
         )
-    rows = slice(offset, offset + length)
     cos, sin = ops.rope_tables(config)
+    rows = torch.arange(offset, offset + length)
+    if tree.size(group) > 1:
+        rows = rows[zigzag_positions(length // tree.size(group), group)]
     return torch.stack((cos[rows], sin[rows]), dim=1).unsqueeze(1)
 
 
 def forward(original: Any) -> Callable[..., Tensor]:
     """`RotaryEmbedding.forward`: tables once a served GPTModel has bound its `rope_config`, angles before."""
 
-    def rotary_forward(self: Any, max_seq_len: int, offset: int = 0, *args: Any, **kwargs: Any) -> Tensor:
+    def rotary_forward(
+        self: Any, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None
+    ) -> Tensor:
         config = getattr(self, "rope_config", None)
         if config is None:
-            return original(self, max_seq_len, offset, *args, **kwargs)  # type: ignore[no-any-return]
-        return tables(config, max_seq_len, offset)
+            extra = () if cp_group is None else (cp_group,)
+            return original(self, max_seq_len, offset, packed_seq, *extra)  # type: ignore[no-any-return]
+        return tables(config, max_seq_len, offset, None if packed_seq else context_parallel_group())
 
     rotary_forward.cache_clear = original.cache_clear  # type: ignore[attr-defined]
     return rotary_forward

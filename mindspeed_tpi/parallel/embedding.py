@@ -1,0 +1,57 @@
+"""Token embedding whose rows are spread over ranks (contract section 4)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindspeed_tpi import ops
+from mindspeed_tpi.ops import _schemas as schemas
+from mindspeed_tpi.ops._autograd import needs_grad, parameter_gradient
+from mindspeed_tpi.parallel import tree
+
+
+def vocab_parallel_embedding(
+    weight: Tensor, ids: Tensor, *, group: Any, vocab_start: int, vocab_size: int, sequence_parallel: bool = False
+) -> Tensor:
+    """Rows of a table of which each rank holds `weight` [rows, H], from id `vocab_start` on.
+
+    Args:
+        ids: int64 [B, S], the same on every rank. vocab_size: ids must lie below it.
+        sequence_parallel: return this rank's rows of [S, B, H].
+
+    Returns:
+        [B, S, H], the owner's bits on every rank; or [S / ranks, B, H].
+    """
+    if not needs_grad(weight):
+        return _forward(weight, ids, group, vocab_start, vocab_size, sequence_parallel)
+    y: Tensor = _VocabParallelEmbedding.apply(weight, ids, group, vocab_start, vocab_size, sequence_parallel)
+    return y
+
+
+def _forward(
+    weight: Tensor, ids: Tensor, group: Any, vocab_start: int, vocab_size: int, sequence_parallel: bool
+) -> Tensor:
+    found = tree.owned_sum(ops.embedding(weight.detach(), ids, vocab_start=vocab_start, vocab_size=vocab_size), group)
+    return tree.own_rows(found.transpose(0, 1), group).contiguous() if sequence_parallel else found
+
+
+class _VocabParallelEmbedding(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, weight: Tensor, ids: Tensor, group: Any, vocab_start: int, vocab_size: int, sequence_parallel: bool
+    ) -> Tensor:
+        ctx.save_for_backward(weight, ids)
+        ctx.options = (group, vocab_start, sequence_parallel)
+        return _forward(weight, ids, group, vocab_start, vocab_size, sequence_parallel)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        weight, ids = ctx.saved_tensors
+        group, vocab_start, sequence_parallel = ctx.options
+        dy = tree.gather_rows(grads[0], group).transpose(0, 1) if sequence_parallel else grads[0]
+        dy = dy.reshape(-1, dy.shape[-1])
+        dw = parameter_gradient(weight, lambda g: schemas.embedding_dw(dy, ids.reshape(-1), g, vocab_start, 1, None))
+        return dw, None, None, None, None, None

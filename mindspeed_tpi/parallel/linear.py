@@ -1,0 +1,237 @@
+"""Matrix products of which every rank owns a part (contract sections 2 and 9)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindspeed_tpi import contract, ops
+from mindspeed_tpi.contract import Leaves
+from mindspeed_tpi.ops import _schemas as schemas
+from mindspeed_tpi.ops._autograd import needs_grad, parameter_gradient
+from mindspeed_tpi.parallel import tree
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Everything about a product that is not a tensor.
+
+    Attributes:
+        group: the ranks that share the product.
+        split: `columns` (of the output) or `rows` (of the weight's K).
+        sequence_parallel: each rank holds S / ranks rows of the tensor outside the product.
+        leaves, dx_leaves: this rank's cut of K, and of N in the backward pass.
+        paired: the weight is [gate; up].
+        used: leading rows of the weight that exist; the others are padding.
+        out_dtype: None rounds to x's dtype.
+        batch: B of an [S, B, …] activation.
+    """
+
+    group: Any
+    split: str
+    sequence_parallel: bool
+    leaves: Leaves
+    dx_leaves: Leaves
+    paired: bool
+    used: int
+    out_dtype: torch.dtype | None
+    batch: int
+
+
+def column_parallel_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    group: Any,
+    sequence_parallel: bool = False,
+    dx_leaves: Leaves | None = None,
+    paired: bool = False,
+    used: int | None = None,
+    out_dtype: torch.dtype | None = None,
+    batch: int = 1,
+) -> Tensor:
+    """This rank's columns of y = x Wᵀ + b; the gradient of x is one tree over all ranks' columns.
+
+    Args:
+        x: [S, …, K], the same on every rank; or its own [S / ranks, …, K] with `sequence_parallel`.
+        weight: [N / ranks, K]. bias: [N / ranks] or None.
+        group: ranks in the order of their columns; None: this process alone.
+        dx_leaves: cut of the whole N (default: the contract's).
+        paired: the weight is [gate shard; up shard]; N counts both.
+        used: leading rows of this rank's weight that exist (default: all).
+        out_dtype: None rounds to x's dtype; float32 leaves the f32 sum.
+        batch: B when the tokens are laid out [S, B].
+
+    Returns:
+        [S, …, used].
+
+    Raises:
+        LayoutError: the cut of N cannot be split over the ranks.
+    """
+    ranks = tree.size(group)
+    n = weight.shape[0] // 2 if paired else weight.shape[0]
+    cut = dx_leaves or contract.current().leaves(n * ranks)
+    used = weight.shape[0] if used is None else used
+    plan = _Plan(group, "columns", sequence_parallel, _leaves(x), cut.shard(ranks), paired, used, out_dtype, batch)
+    return _apply(x, weight, bias, plan)
+
+
+def row_parallel_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    group: Any,
+    sequence_parallel: bool = False,
+    batch: int = 1,
+) -> Tensor:
+    """y = x Wᵀ + b where each rank holds a part of K: one tree over all of K, then the bias, then the only rounding.
+
+    Args:
+        x: [S, …, K / ranks]. weight: [N, K / ranks]. bias: [N] or None, added once.
+        group: ranks in the order of their parts of K; None: this process alone.
+        sequence_parallel: return this rank's S / ranks rows.
+        batch: B when the tokens are laid out [S, B].
+
+    Raises:
+        LayoutError: the cut of K cannot be split over the ranks.
+    """
+    ranks = tree.size(group)
+    cut = contract.current().leaves(x.shape[-1] * ranks).shard(ranks)
+    n = weight.shape[0]
+    plan = _Plan(group, "rows", sequence_parallel, cut, contract.current().leaves(n), False, n, None, batch)
+    return _apply(x, weight, bias, plan)
+
+
+def _leaves(x: Tensor) -> Leaves:
+    return contract.current().leaves(x.shape[-1])
+
+
+def _apply(x: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan) -> Tensor:
+    if needs_grad(x, weight, bias):
+        y: Tensor = _ParallelLinear.apply(x, weight, bias, plan)
+        return y
+    return _forward(x, weight, bias, plan)
+
+
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan) -> Tensor:
+    used = weight[: plan.used]
+    if plan.split == "columns":
+        whole = tree.gather_rows(x, plan.group) if plan.sequence_parallel else x
+        bias = None if bias is None else bias[: plan.used]
+        return ops.linear(whole, used, bias, leaves=plan.leaves, out_dtype=plan.out_dtype)
+    if tree.size(plan.group) == 1:
+        return ops.linear(x, used, bias, leaves=plan.leaves)
+    partial = ops.linear(x, used, leaves=plan.leaves, out_dtype=torch.float32)
+    return tree.tree_reduce(partial, plan.group, bias=bias, out_dtype=x.dtype, scatter=plan.sequence_parallel)
+
+
+class _ParallelLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan) -> Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        ctx.plan = plan
+        return _forward(x, weight, bias, plan)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, weight, bias = ctx.saved_tensors
+        plan: _Plan = ctx.plan
+        columns = plan.split == "columns"
+        dy = grads[0].to(x.dtype)  # an f32 output's gradient is an activation gradient too: rounded once
+        if plan.sequence_parallel and not columns:
+            dy = tree.gather_rows(dy, plan.group)
+        dx = dw = db = None
+        if ctx.needs_input_grad[0]:
+            shared = columns and tree.size(plan.group) > 1
+            dx = ops.linear_dx(
+                dy,
+                weight[: plan.used],
+                leaves=plan.dx_leaves,
+                paired=plan.paired,
+                out_dtype=torch.float32 if shared else x.dtype,
+            )
+            if shared:
+                dx = tree.tree_reduce(dx, plan.group, out_dtype=x.dtype, scatter=plan.sequence_parallel)
+        if ctx.needs_input_grad[1]:
+            whole = tree.gather_rows(x, plan.group) if plan.sequence_parallel and columns else x
+            dw = parameter_gradient(weight, lambda g: ops.linear_dw(dy, whole, g[: plan.used], batch=plan.batch))
+        if bias is not None and ctx.needs_input_grad[2]:
+            spans = contract.current().max_tp
+            db = parameter_gradient(bias, lambda g: ops.linear_db(dy, g[: plan.used], batch=plan.batch, spans=spans))
+        return dx, dw, db, None
+
+
+def replicated_linear(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    group: Any,
+    sequence_parallel: bool = False,
+    out_dtype: torch.dtype | None = None,
+    batch: int = 1,
+) -> Tensor:
+    """y = x Wᵀ with a weight that every rank holds whole (a router, a gate); its gradient is a tree over spans of each row.
+
+    Args:
+        x: [S, B, K], the same on every rank; or its own [S / ranks, B, K] with `sequence_parallel`.
+        weight: [N, K].
+
+    Raises:
+        LayoutError: the spans of a row cannot be split over the ranks.
+    """
+    if needs_grad(x, weight):
+        y: Tensor = _Replicated.apply(x, weight, group if sequence_parallel else None, out_dtype, batch)
+        return y
+    return ops.linear(x, weight, leaves=_leaves(x), out_dtype=out_dtype)
+
+
+class _Replicated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group: Any, out_dtype: torch.dtype | None, batch: int) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.options = (group, batch)
+        return ops.linear(x, weight, leaves=_leaves(x), out_dtype=out_dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        group, batch = ctx.options
+        dy = grads[0].to(x.dtype)
+        dx = ops.linear_dx(dy, weight) if ctx.needs_input_grad[0] else None
+        dw = None
+        if ctx.needs_input_grad[1]:
+            a, b = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+            dw = span_gradient(
+                weight,
+                group,
+                batch,
+                lambda row, grad, spans: ops.linear_dw(a[row], b[row], grad, spans=spans),
+            )
+        return dx, dw, None, None, None
+
+
+def span_gradient(weight: Tensor, group: Any, batch: int, add: Any) -> Tensor:
+    """The gradient of a weight whose chains run over spans of each row, when ranks own whole spans (contract section 9).
+
+    Args:
+        weight: the parameter.
+        group: ranks in the order of their spans; None: this process owns all spans.
+        batch: B of tokens laid out [S, B].
+        add: add(row, grad, spans) adds the root over `spans` spans of the tokens in the slice `row` to the f32 `grad`.
+    """
+    ranks = tree.size(group)
+    spans = Leaves(1, contract.current().max_tp).shard(ranks).count
+
+    def accumulate(grad: Tensor) -> None:
+        roots = grad.new_zeros(batch, *grad.shape)
+        for b in range(batch):
+            add(slice(b, None, batch), roots[b], spans)
+        for root in tree.tree_reduce(roots, group):
+            grad.copy_(schemas.tree_sum(torch.stack((grad, root)), None, torch.float32))
+
+    return parameter_gradient(weight, accumulate)

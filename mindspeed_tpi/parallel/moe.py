@@ -1,0 +1,277 @@
+"""Mixture of experts over ranks: tokens travel to the experts' ranks and back, and nothing is summed on the way (contract
+sections 5 and 9)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mindspeed_tpi import contract, ops
+from mindspeed_tpi.errors import InputError
+from mindspeed_tpi.ops import _schemas as schemas
+from mindspeed_tpi.ops._autograd import needs_grad, parameter_gradient
+from mindspeed_tpi.parallel import tree
+
+Dispatcher = Literal["alltoall", "allgather"]
+
+
+class Dispatch:
+    """Where every (token, expert) pair of one call is computed.
+
+    A rank owns the experts of its place in `ep_group` and, of each, the columns of its place in `etp_group`. Here the pairs
+    of all ranks that meet in an expert are ordered by expert, then by `keys`, so that neither ranks nor dispatcher decide the
+    order in which the expert's weight gradient is summed.
+
+    Args:
+        ids: int32 [T, k], experts of this rank's tokens, ascending per token.
+        keys: int64 [T], a number per token, unique over the group's tokens and ascending in gradient order.
+        experts: number of experts.
+        ep_group, etp_group: process groups; None: this process alone.
+        dispatcher: how tokens travel: each to the ranks that need it, or all to all ranks.
+
+    Raises:
+        InputError: an expert id outside 0 … experts − 1.
+    """
+
+    def __init__(
+        self, ids: Tensor, keys: Tensor, experts: int, ep_group: Any, etp_group: Any, dispatcher: Dispatcher
+    ) -> None:
+        if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= experts):
+            raise InputError(f"expert ids {int(ids.min())} … {int(ids.max())} of {experts} experts")
+        self._ep_group, self._etp_group, self._dispatcher = ep_group, etp_group, dispatcher
+        self.topk = ids.shape[1]
+        self.local_experts = experts // tree.size(ep_group)
+        pair_experts = ids.flatten().long()
+        home = pair_experts // self.local_experts
+        self._leaving = home.argsort(stable=True)
+        self._sent = torch.bincount(home, minlength=tree.size(ep_group)).tolist()
+        self._received = self._exchange_counts(self._sent)
+        self._counts = tree.gather(torch.tensor([sum(self._received)]), etp_group).flatten().tolist()
+        token = torch.arange(ids.shape[0]).repeat_interleave(self.topk)
+        meta = self._arrive(torch.stack((pair_experts, keys.repeat_interleave(self.topk), token), dim=1))
+        first = tree.rank(ep_group) * self.local_experts
+        expert = meta[:, 0] - first
+        by_key = meta[:, 1].argsort(stable=True)
+        self._order = by_key[expert[by_key].argsort(stable=True)]
+        self._inverse = self._order.argsort()
+        self._token = meta[:, 2]
+        self.keys = meta[self._order, 1]
+        self.offsets = torch.cat(
+            (torch.zeros(1, dtype=torch.int64), torch.bincount(expert, minlength=self.local_experts).cumsum(0))
+        )
+
+    def send_tokens(self, x: Tensor) -> Tensor:
+        """Rows of this rank's experts [P, …], in their order, from every rank's tokens x [T, …]."""
+        if self._dispatcher == "allgather" and (tree.size(self._ep_group) > 1 or tree.size(self._etp_group) > 1):
+            return self._gathered(x)[self._order]
+        return self.send_pairs(x.repeat_interleave(self.topk, dim=0))
+
+    def send_pairs(self, x: Tensor) -> Tensor:
+        """Like `send_tokens`, from one row per pair, x [T·k, …]."""
+        return self._arrive(x)[self._order]
+
+    def send_back(self, y: Tensor) -> Tensor:
+        """[T·k, …] at the tokens' home, from the experts' rows y [P, …] (the same on all ranks of `etp_group`)."""
+        arrived = y[self._inverse]
+        start = sum(self._counts[: tree.rank(self._etp_group)])
+        mine = arrived[start : start + sum(self._received)]
+        returned = self._all_to_all(mine, self._received, self._sent)
+        whole = torch.empty_like(returned)
+        whole[self._leaving] = returned
+        return whole
+
+    def _arrive(self, pairs: Tensor) -> Tensor:
+        """Rows as they come in: by source rank of `etp_group`, then of `ep_group`, then in the source's order."""
+        here = self._all_to_all(pairs[self._leaving], self._sent, self._received)
+        if tree.size(self._etp_group) == 1:
+            return here
+        padded = here.new_zeros(max(self._counts), *here.shape[1:])
+        padded[: here.shape[0]] = here
+        parts = tree.gather(padded, self._etp_group)
+        return torch.cat([part[:count] for part, count in zip(parts, self._counts, strict=True)])
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        """The rows of `_arrive` for one row per token, picked from all ranks' tokens."""
+        tokens = tree.gather(torch.tensor([x.shape[0]]), self._ep_group).flatten()
+        longest = int(tree.gather(tokens.max(), self._etp_group).max())
+        padded = x.new_zeros(longest, *x.shape[1:])
+        padded[: x.shape[0]] = x
+        whole = tree.gather(tree.gather(padded, self._ep_group), self._etp_group)  # [etp, ep, longest, …]
+        received = tree.gather(torch.tensor(self._received), self._etp_group)
+        source = torch.arange(received.numel()).repeat_interleave(received.flatten())
+        return whole.flatten(0, 1)[source, self._token]
+
+    def _exchange_counts(self, sent: list[int]) -> list[int]:
+        if tree.size(self._ep_group) == 1:
+            return sent
+        received = torch.empty(len(sent), dtype=torch.int64)
+        dist.all_to_all_single(received, torch.tensor(sent), group=self._ep_group)
+        return received.tolist()  # type: ignore[no-any-return]
+
+    def _all_to_all(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        if tree.size(self._ep_group) == 1:
+            return x
+        y = x.new_empty(sum(received), *x.shape[1:])
+        dist.all_to_all_single(y, x.contiguous(), received, sent, group=self._ep_group)
+        return y
+
+
+def experts(
+    x: Tensor,
+    weights: Tensor,
+    dispatch: Dispatch,
+    fc1: Sequence[Tensor],
+    fc2: Sequence[Tensor],
+    *,
+    etp_group: Any,
+    row_length: int,
+) -> Tensor:
+    """The weighted sum of each token's experts, SwiGLU MLPs whose outputs are rounded, in expert-id order.
+
+    Args:
+        x: [T, H], this rank's tokens. weights: f32 [T, k], in ascending expert id.
+        fc1: per local expert [2F / etp, H] = [gate shard; up shard]. fc2: per local expert [H, F / etp].
+        row_length: dispatch.keys // row_length is the row (gradient chain) a token belongs to.
+
+    Returns:
+        [T, H].
+    """
+    if needs_grad(x, weights, *fc1, *fc2):
+        y: Tensor = _Experts.apply(x, weights, dispatch, etp_group, row_length, len(fc1), *fc1, *fc2)
+        return y
+    return _forward(x, weights, dispatch, fc1, fc2, etp_group)[0]
+
+
+def _forward(
+    x: Tensor, weights: Tensor, dispatch: Dispatch, fc1: Sequence[Tensor], fc2: Sequence[Tensor], etp_group: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out [T, H], the experts' rows [P, H], their fc1 outputs [P, 2F / etp])."""
+    etp = tree.size(etp_group)
+    rows = dispatch.send_tokens(x)
+    parts = _parts(dispatch)
+    gate_up = rows.new_empty(rows.shape[0], fc1[0].shape[0])
+    for part, weight in zip(parts, fc1, strict=True):
+        if part.stop > part.start:
+            gate_up[part] = ops.linear(rows[part], weight)
+    active = ops.swiglu(gate_up)
+    leaves = contract.current().leaves(active.shape[1] * etp).shard(etp)
+    y = rows.new_empty(rows.shape, dtype=torch.float32 if etp > 1 else x.dtype)
+    for part, weight in zip(parts, fc2, strict=True):
+        if part.stop > part.start:
+            y[part] = ops.linear(active[part], weight, leaves=leaves, out_dtype=y.dtype)
+    if etp > 1:
+        y = tree.tree_reduce(y, etp_group, out_dtype=x.dtype)
+    return _combine(dispatch.send_back(y), weights), rows, gate_up
+
+
+def _parts(dispatch: Dispatch) -> list[slice]:
+    edges = dispatch.offsets.tolist()
+    return [slice(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+
+
+def _combine(y: Tensor, weights: Tensor) -> Tensor:
+    return ops.moe_combine(y, torch.arange(y.shape[0]).view(weights.shape), weights)
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weights: Tensor,
+        dispatch: Dispatch,
+        etp_group: Any,
+        row_length: int,
+        count: int,
+        *parameters: Tensor,
+    ) -> Tensor:
+        out, rows, gate_up = _forward(x, weights, dispatch, parameters[:count], parameters[count:], etp_group)
+        ctx.save_for_backward(weights, rows, gate_up, *parameters)
+        ctx.options = (dispatch, etp_group, row_length, count)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """The expert's output is not stored: dw = (W2ᵀ dOut) · a, with the unweighted dOut."""
+        weights, rows, gate_up, *parameters = ctx.saved_tensors
+        dispatch, etp_group, row_length, count = ctx.options
+        fc1, fc2 = parameters[:count], parameters[count:]
+        etp, dtype = tree.size(etp_group), rows.dtype
+        parts = _parts(dispatch)
+        active = ops.swiglu(gate_up)
+        cut = contract.current().leaves(active.shape[1] * etp).shard(etp)
+        dout = dispatch.send_tokens(grads[0].contiguous())
+        pair_weights = dispatch.send_pairs(weights.flatten())
+
+        g = torch.empty(active.shape, dtype=torch.float32)
+        for part, weight in zip(parts, fc2, strict=True):
+            if part.stop > part.start:
+                g[part] = ops.linear_dx(dout[part], weight, out_dtype=torch.float32)
+        dweights, dactive = ops.expert_weight_backward(g, active, pair_weights, leaves=cut)
+        dweights = tree.tree_reduce(dweights.unsqueeze(1), etp_group).squeeze(1)
+        dgate_up = schemas.swiglu_backward(dactive, gate_up)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx_rows = torch.empty(rows.shape, dtype=torch.float32 if etp > 1 else dtype)
+            for part, weight in zip(parts, fc1, strict=True):
+                if part.stop > part.start:
+                    dx_rows[part] = ops.linear_dx(
+                        dgate_up[part], weight, leaves=cut, paired=True, out_dtype=dx_rows.dtype
+                    )
+            if etp > 1:
+                dx_rows = tree.tree_reduce(dx_rows, etp_group, out_dtype=dtype)
+            dx = _combine(dispatch.send_back(dx_rows), torch.ones_like(weights))
+        dpairs = dispatch.send_back(dweights).view(weights.shape)
+
+        scaled = (pair_weights.unsqueeze(1) * dout.float()).to(dtype)
+        row = dispatch.keys // row_length
+        gradients: list[Tensor | None] = []
+        for index, parameter in enumerate(parameters):
+            if not ctx.needs_input_grad[6 + index]:
+                gradients.append(None)
+                continue
+            part = parts[index % count]
+            dy, a = (dgate_up, rows) if index < count else (scaled, active)
+            gradients.append(parameter_gradient(parameter, _adder(dy[part], a[part], row[part])))
+        return dx, dpairs, None, None, None, None, *gradients
+
+
+def _adder(dy: Tensor, x: Tensor, row: Tensor) -> Any:
+    """Adds the weight gradient of one expert to an f32 tensor: a chain per row, rows in order."""
+
+    def add(grad: Tensor) -> None:
+        if row.numel():
+            counts = torch.unique_consecutive(row, return_counts=True)[1]
+            edges = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)))
+            ops.linear_dw(dy, x, grad, row_offsets=edges)
+
+    return add
+
+
+def fork(x: Tensor, branches: int) -> tuple[Tensor, ...]:
+    """`branches` readers of x; their gradients are added in f32 in the order of the tuple and rounded once, whatever the
+    order in which autograd visits them. A branch may go unused."""
+    if not needs_grad(x):
+        return (x,) * branches
+    copies: tuple[Tensor, ...] = _Fork.apply(x, branches)
+    return copies
+
+
+class _Fork(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, branches: int) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.dtype = x.dtype
+        return tuple(x.view_as(x) for _ in range(branches))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        present = [g.float() for g in grads if g is not None]
+        total = present[0]
+        for g in present[1:]:
+            total = total + g
+        return total.to(ctx.dtype), None

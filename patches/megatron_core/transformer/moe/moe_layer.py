@@ -1,0 +1,217 @@
+"""Mixture of experts on the contract's operators (contract section 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindspeed_tpi import ops
+from mindspeed_tpi.errors import ParityError
+from mindspeed_tpi.parallel import moe, tree
+from mindspeed_tpi.parallel.linear import replicated_linear
+from mindspeed_tpi.patches.megatron_core.support import UNTIL, VERSIONS, by_version, served
+from mindspeed_tpi.patching import Patch
+
+EPS = 1e-20  # moe_utils.topk_routing_with_score_function, sigmoid
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The router's settings in the contract's terms.
+
+    `moe_router_pre_softmax` takes the softmax over all experts and keeps it; otherwise the chosen weights sum to 1.
+    """
+
+    score: str
+    renormalize: bool
+    groups: int
+    topk_groups: int
+    scaling: float
+    eps: float
+
+    @classmethod
+    def of(cls, config: Any) -> Routing:
+        sigmoid = config.moe_router_score_function == "sigmoid"
+        return cls(
+            score=config.moe_router_score_function,
+            renormalize=config.moe_router_topk > 1 if sigmoid else not config.moe_router_pre_softmax,
+            groups=config.moe_router_num_groups or 1,
+            topk_groups=config.moe_router_group_topk or 1,
+            scaling=config.moe_router_topk_scaling_factor or 1.0,
+            eps=EPS if sigmoid else 0.0,
+        )
+
+
+def forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`MoELayer.forward`: router, experts and shared expert; hidden [s, b, h] → ([s, b, h], None)."""
+
+    def moe_forward(
+        self: Any, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, None]:
+        if not served(self.config):
+            return original(self, hidden_states, intermediate_tensors, padding_mask)  # type: ignore[no-any-return]
+        if intermediate_tensors is not None or padding_mask is not None:
+            raise ParityError(
+                "outside the numerics contract: MoELayer with intermediate_tensors (CUDA graphs) or a padding_mask; pass neither"
+            )
+        if self.training and tree.size(self.attn_tp_group) > 1 and not self.config.sequence_parallel:
+            raise ParityError(
+                f"training experts with tensor_model_parallel_size={tree.size(self.attn_tp_group)} needs sequence_parallel=True: "
+                "without it every rank computes every token"
+            )
+        if self.moe_layer_recompute and self.training:
+            from megatron.core import tensor_parallel
+
+            return tensor_parallel.checkpoint(lambda x: _layer(self, x), False, hidden_states), None
+        return _layer(self, hidden_states), None
+
+    return moe_forward
+
+
+def _layer(self: Any, hidden: Tensor) -> Tensor:
+    config, router = self.config, self.router
+    length, batch, width = hidden.shape
+    to_experts, to_router, to_shared, to_gate = moe.fork(hidden, 4)
+    logits = replicated_linear(
+        to_router,
+        router.weight,
+        group=self.attn_tp_group,
+        sequence_parallel=config.sequence_parallel,
+        out_dtype=torch.float32,
+        batch=batch,
+    ).flatten(0, 1)
+    routing = Routing.of(config)
+    weights, ids = ops.moe_route(
+        logits,
+        config.moe_router_topk,
+        expert_bias=None if router.expert_bias is None else router.expert_bias.float(),
+        score=routing.score,
+        renormalize=routing.renormalize,
+        groups=routing.groups,
+        topk_groups=routing.topk_groups,
+        scaling=routing.scaling,
+        eps=routing.eps,
+    )
+    _count(router, ids)
+    _check_replay(router, ids)
+    keys, row_length = _keys(self, length, batch)
+    dispatch = moe.Dispatch(
+        ids,
+        keys,
+        config.num_moe_experts,
+        self.ep_group,
+        self.experts.tp_group,
+        config.moe_token_dispatcher_type,
+    )
+    local = self.experts.local_experts
+    out = moe.experts(
+        to_experts.flatten(0, 1),
+        weights,
+        dispatch,
+        [expert.linear_fc1.weight for expert in local],
+        [expert.linear_fc2.weight for expert in local],
+        etp_group=self.experts.tp_group,
+        row_length=row_length,
+    ).view(length, batch, width)
+    if not self.use_shared_expert:
+        return out
+    return ops.residual_add(out, _shared_expert(self.shared_experts, to_shared, to_gate))
+
+
+def _shared_expert(shared: Any, hidden: Tensor, to_gate: Tensor) -> Tensor:
+    from megatron.core.transformer.mlp import MLP
+
+    y, _ = MLP.forward(shared, hidden)
+    if not shared.use_shared_expert_gate:
+        return y
+    logits = replicated_linear(
+        to_gate,
+        shared.gate_weight,
+        group=shared.tp_group,
+        sequence_parallel=shared.config.sequence_parallel,
+        out_dtype=torch.float32,
+        batch=hidden.shape[1],
+    )
+    return ops.sigmoid_gate(y.flatten(0, 1), logits.flatten(0, 1)).view(y.shape)
+
+
+def _keys(self: Any, length: int, batch: int) -> tuple[Tensor, int]:
+    """(int64 key of each token of [s, b], length of a row): rows of the whole expert-parallel group by batch column, then by
+    data-parallel rank, so that the micro-batch size does not decide the order; tokens of a row by position."""
+    from megatron.core import parallel_state
+
+    parts = tree.size(self.attn_tp_group) if self.config.sequence_parallel else 1
+    first = length * tree.rank(self.attn_tp_group) if parts > 1 else 0
+    peers = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    peer = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    row_length = length * parts
+    row = torch.arange(batch) * peers + peer
+    position = torch.arange(first, first + length)
+    return (row * row_length + position.unsqueeze(1)).flatten(), row_length
+
+
+def _count(router: Any, ids: Tensor) -> None:
+    """Tokens per expert, from which Megatron-core updates the expert bias; exact integers."""
+    if router.enable_expert_bias and torch.is_grad_enabled():
+        with torch.no_grad():
+            router.local_tokens_per_expert += torch.bincount(ids.flatten().long(), minlength=router.num_experts)
+
+
+def _check_replay(router: Any, ids: Tensor) -> None:
+    """Router replay is not needed where routing has equal bits; where it is on, it must agree."""
+    replay = router.router_replay
+    if replay is None or replay.router_replay_action is None:
+        return
+    action = replay.router_replay_action.value
+    if action == "record":
+        replay.record_indices(ids.long())
+        return
+    target = replay.replay_backward_list.pop(0) if action == "replay_backward" else replay.target_topk_idx
+    wanted = target.to(ids.dtype).sort(dim=1).values
+    differing = (wanted != ids).any(dim=1).nonzero().flatten()
+    if differing.numel():
+        token = int(differing[0])
+        raise ParityError(
+            f"router replay of layer {router.layer_number} differs at {differing.numel()} of {ids.shape[0]} tokens (token {token}: "
+            f"replayed {wanted[token].tolist()}, computed {ids[token].tolist()}): the rollout ran other weights or another "
+            "contract; turn replay off and compare with `mindspeed-tpi parity`"
+        )
+
+
+def shared_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`SharedExpertMLP.forward`: output rounded, times the sigmoid of an f32 logit, rounded."""
+
+    def shared_expert_forward(self: Any, hidden_states: Tensor) -> Tensor:
+        if not served(self.config):
+            return original(self, hidden_states)
+        to_mlp, to_gate = moe.fork(hidden_states, 2)
+        return _shared_expert(self, to_mlp, to_gate)
+
+    return shared_expert_forward
+
+
+PATCHES: tuple[Patch, ...] = (
+    Patch(
+        target="megatron.core.transformer.moe.moe_layer:MoELayer.forward",
+        factory=forward,
+        reason="stock routing, expert products and the weighted sum of their outputs follow rank, dispatcher and library order",
+        versions="megatron-core>=0.15,<0.17",
+        parameters=by_version(
+            ("0.16", ("self", "hidden_states", "intermediate_tensors", "padding_mask")),
+            ("0.15", ("self", "hidden_states")),
+        ),
+        until=UNTIL,
+    ),
+    Patch(
+        target="megatron.core.transformer.moe.shared_experts:SharedExpertMLP.forward",
+        factory=shared_forward,
+        reason="stock gates with a bf16 logit and sums its product in library order",
+        versions=VERSIONS,
+        parameters=("self", "hidden_states"),
+        until=UNTIL,
+    ),
+)
