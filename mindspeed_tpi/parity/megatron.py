@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -207,7 +208,9 @@ def build_model(
         **stage,
     )
     if not stock:
-        model.rotary_pos_emb.rope_config = rope  # the checkpoint's own constants, also where Megatron-core has no field
+        # the checkpoint's own constants, also where Megatron-core has no field; and positions for a row's padding
+        rows = -(-rope.max_position // layout.row_multiple) * layout.row_multiple
+        model.rotary_pos_emb.rope_config = replace(rope, max_position=rows)
     model = model.to(profile.torch_dtype)
     for module in model.modules():
         if getattr(module, "expert_bias", None) is not None:
@@ -260,9 +263,9 @@ def transformer_config(profile: Profile, layout: Layout) -> Any:
         cp_comm_type={"p2p": "p2p", "allgather": "all_gather", "a2a": "a2a"}[layout.cp_type],
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
-        variable_seq_lengths=layout.pp > 1,
+        moe_token_dispatcher_type=layout.dispatcher,
         calculate_per_token_loss=layout.pp > 1,  # the schedule then leaves the loss as it is
-        **({} if profile.moe is None else _moe_fields(profile, profile.moe, layout)),
+        **({} if profile.moe is None else _moe_fields(profile, profile.moe)),
     )
     config.unpadded_vocab_size = profile.vocab
     if profile.rope.scaling == "yarn":
@@ -277,7 +280,7 @@ def transformer_config(profile: Profile, layout: Layout) -> Any:
     return config
 
 
-def _moe_fields(profile: Profile, moe: Moe, layout: Layout) -> dict[str, Any]:
+def _moe_fields(profile: Profile, moe: Moe) -> dict[str, Any]:
     """TransformerConfig fields of the experts."""
     sigmoid = moe.score == "sigmoid"
     if (moe.topk == 1 and moe.renormalize) or (sigmoid and not moe.renormalize):
@@ -302,7 +305,6 @@ def _moe_fields(profile: Profile, moe: Moe, layout: Layout) -> dict[str, Any]:
         "moe_aux_loss_coeff": 0.0,
         "moe_shared_expert_intermediate_size": moe.shared_ffn or None,
         "moe_shared_expert_gate": moe.shared_gate,
-        "moe_token_dispatcher_type": layout.dispatcher,
     }
 
 

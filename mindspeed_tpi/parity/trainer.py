@@ -68,6 +68,13 @@ class Batch:
         return cls(rows, [len(sequences[row]) for row in rows], tokens, labels)
 
 
+    def padded(self, lines: int, length: int) -> Batch:
+        """The same sequences in [lines, length]."""
+        more = (0, length - self.tokens.shape[1], 0, lines - self.tokens.shape[0])
+        tokens, labels = (torch.nn.functional.pad(x, more) for x in (self.tokens, self.labels))
+        return replace(self, tokens=tokens, labels=labels)
+
+
 Consume: TypeAlias = Callable[[Batch, Tensor, Tensor], Tensor]
 """(micro-batch, its cross entropy f32 [b, s of this rank], positions int64 [s of this rank]) -> what to differentiate."""
 
@@ -159,7 +166,7 @@ class Trainer:
         """
         if self.contract is not None:
             rollout.check_contract(self.contract, "the rollout")
-        sequences = rollout.sequences
+        sequences = self._sequences(rollout)
         result = torch.zeros(rollout.token_ids.numel())
         seen = torch.zeros(result.numel(), dtype=torch.int32)
         starts = rollout.offsets.tolist()
@@ -195,7 +202,7 @@ class Trainer:
         Returns:
             The loss, for reading only (summed in float64).
         """
-        sequences = rollout.sequences
+        sequences = self._sequences(rollout)
         generated = rollout.generated
         weight = torch.where(generated, torch.ones(()) if advantages is None else advantages, torch.zeros(()))
         weight = weight / int(generated.sum())
@@ -315,8 +322,9 @@ class Trainer:
         from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
         todo = list(batches)
+        lines, length = (max(batch.tokens.shape[i] for batch in todo) for i in (0, 1))
+        todo = [batch.padded(lines, length) for batch in todo]  # stages expect activations of one shape
         if self.layout.vpp > 1:  # the interleaved schedule takes whole groups
-            lines, length = todo[-1].tokens.shape
             todo += [Batch.of([], [], length, lines)] * (-len(todo) % self.layout.pp)
 
         def step(iterator: Iterator[Batch], chunk: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
@@ -329,8 +337,8 @@ class Trainer:
             data_iterator=[iter(todo) for _ in self.chunks],
             model=self.chunks,
             num_microbatches=len(todo),
-            seq_length=todo[0].tokens.shape[1],
-            micro_batch_size=todo[0].tokens.shape[0],
+            seq_length=length,
+            micro_batch_size=lines,
             forward_only=not torch.is_grad_enabled(),
         )
 
@@ -377,6 +385,15 @@ class Trainer:
             )
         self.load(self._sources[version])
         self.weight_version = version
+
+    def _sequences(self, rollout: Rollout) -> list[Tensor]:
+        sequences = rollout.sequences
+        longest, limit = max(map(len, sequences)), self.profile.rope.max_position
+        if longest > limit:
+            raise InputError(
+                f"a sequence of {longest} tokens exceeds the model's {limit} positions (max_position_embeddings of the checkpoint)"
+            )
+        return sequences
 
     def _padded(self, length: int) -> int:
         multiple = self.layout.row_multiple

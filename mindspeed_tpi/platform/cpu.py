@@ -65,6 +65,19 @@ def get_sliding_window_causal_mask(sq: int, skv: int, window_size: tuple[int, in
     return ~((distance <= window_size[0]) & (distance >= -window_size[1]))
 
 
+class TorchOnCpu:
+    """The torch module as Megatron-core's pipeline schedules see it: `device="cuda"` means the CPU."""
+
+    def __init__(self, torch_module: Any) -> None:
+        self._torch = torch_module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._torch, name)
+
+    def zeros(self, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+        return torch.zeros(*args, device="cpu" if device == "cuda" else device, **kwargs)
+
+
 def all_to_all_single(original: Callable[..., Any]) -> Callable[..., Any]:
     """gloo takes lists of int; Megatron-core passes whatever its dispatcher counted with."""
 
@@ -153,6 +166,15 @@ PATCHES: tuple[Patch, ...] = (
         get_sliding_window_causal_mask,
         "megatron-core>=0.15,<0.17",
         ("sq", "skv", "window_size"),
+    ),
+    Patch(
+        target="megatron.core.pipeline_parallel.schedules:torch",
+        factory=TorchOnCpu,
+        reason="counts tokens on a CUDA device by name",
+        versions=MEGATRON,
+        parameters=None,
+        until=UNTIL,
+        applies=accelerator,
     ),
     Patch(
         target="megatron.core.transformer.moe.moe_utils:te_general_gemm",
