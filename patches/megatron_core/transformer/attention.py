@@ -76,8 +76,8 @@ def get_query_key_value_tensors(original: Callable[..., Any]) -> Callable[..., A
         self.core_attention.key_copies = copies
         if self.q_layernorm is not None:
             query = self.q_layernorm(query)
-        if self.k_layernorm is not None:
-            norm = self.k_layernorm
+        norm = self.k_layernorm
+        if hasattr(norm, "weight"):
             key = rms_norm(
                 key.flatten(0, 1),
                 norm.weight,
