@@ -67,7 +67,6 @@ class Batch:
         labels[:, :-1] = tokens[:, 1:]
         return cls(rows, [len(sequences[row]) for row in rows], tokens, labels)
 
-
     def padded(self, lines: int, length: int) -> Batch:
         """The same sequences in [lines, length]."""
         more = (0, length - self.tokens.shape[1], 0, lines - self.tokens.shape[0])
