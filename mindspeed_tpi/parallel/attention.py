@@ -138,9 +138,10 @@ def _ring(x: Tensor, group: Any) -> Tensor:
     parts[mine] = x
     following, previous = (dist.get_global_rank(group, (mine + step) % ranks) for step in (1, -1))
     for step in range(ranks - 1):
-        sending = dist.isend(parts[(mine - step) % ranks], following, group=group)
-        dist.recv(parts[(mine - step - 1) % ranks], previous, group=group)
-        sending.wait()
+        sending = dist.P2POp(dist.isend, parts[(mine - step) % ranks], following, group)
+        receiving = dist.P2POp(dist.irecv, parts[(mine - step - 1) % ranks], previous, group)
+        for work in dist.batch_isend_irecv([sending, receiving]):
+            work.wait()
     return parts
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from mindspeed_tpi import envs
-from mindspeed_tpi.errors import ParityError
+from mindspeed_tpi import contract, envs
+from mindspeed_tpi.errors import LayoutError, ParityError
 from mindspeed_tpi.versions import mismatch
 
 logger = logging.getLogger("mindspeed_tpi")
@@ -154,6 +154,31 @@ def context_parallel_group() -> Any:
     return parallel_state.get_context_parallel_group()
 
 
+def real_vocab(config: Any, rows: int) -> int:
+    """Vocabulary rows that exist; the others are padding and take part in nothing.
+
+    Args:
+        config: a TransformerConfig whose attribute `unpadded_vocab_size` says it; without one, all rows exist.
+        rows: rows of the whole embedding or output projection.
+    """
+    return getattr(config, "unpadded_vocab_size", None) or rows
+
+
+def check_vocab(config: Any, rows: int) -> None:
+    """Refuse a padding that does not cut into whole leaves over the tensor-parallel ranks.
+
+    Raises:
+        LayoutError: names the rows that work.
+    """
+    vocab = real_vocab(config, rows)
+    padded = contract.current().padded_vocab(vocab)
+    if config.tensor_model_parallel_size > 1 and rows != padded:
+        raise LayoutError(
+            f"{rows} vocabulary rows over {config.tensor_model_parallel_size} tensor-parallel ranks: a vocabulary of {vocab} must "
+            f"be padded to {padded} rows, whatever the number of ranks, and config.unpadded_vocab_size be {vocab}"
+        )
+
+
 def by_version(*variants: tuple[str, tuple[str, ...]]) -> tuple[str, ...]:
     """Parameter names of an upstream callable whose signature grew.
 
@@ -176,7 +201,9 @@ _CONTAINERS = (
     "IdentityOp",
     "LanguageModelEmbedding",
     "ModuleList",
+    "SequentialMLP",
     "SelfAttention",
+    "TopKRouter",
     "TransformerBlock",
     "TransformerLayer",
 )

@@ -9,19 +9,16 @@ import torch
 from torch import Tensor
 
 from mindspeed_tpi import contract
-from mindspeed_tpi.errors import LayoutError
 from mindspeed_tpi.parallel import tree
 from mindspeed_tpi.parallel.embedding import vocab_parallel_embedding
 from mindspeed_tpi.parallel.linear import column_parallel_linear, row_parallel_linear
 from mindspeed_tpi.parallel.mappings import gather_columns, split_columns
-from mindspeed_tpi.patches.megatron_core.support import UNTIL, VERSIONS, served
+from mindspeed_tpi.patches.megatron_core.support import UNTIL, VERSIONS, real_vocab, served
 from mindspeed_tpi.patching import Patch
 
 HEAD_GRAD = "head_main_grad"
 PAIRED = "tpi_paired"
 """Attribute of a ColumnParallelLinear whose weight is [gate; up]."""
-REAL_VOCAB = "tpi_vocab"
-"""Attribute of an output projection or embedding whose rows are padded: the rows that exist."""
 
 
 def column_parallel_forward(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,7 +50,7 @@ def column_parallel_forward(original: Callable[..., Any]) -> Callable[..., Any]:
             return (gather_columns(y, self.tp_group) if gather else y), None
         if self.weight is None:
             parameter = _tied_head(parameter)
-        vocab = getattr(self, REAL_VOCAB, self.output_size)
+        vocab = real_vocab(self.config, self.output_size)
         rows = self.output_size_per_partition
         logits = column_parallel_linear(
             input_,
@@ -102,29 +99,11 @@ def vocab_parallel_embedding_forward(original: Callable[..., Any]) -> Callable[.
             input_,
             group=self.tp_group,
             vocab_start=self.vocab_start_index,
-            vocab_size=getattr(self, REAL_VOCAB, self.num_embeddings),
+            vocab_size=self.num_embeddings,
             sequence_parallel=self.reduce_scatter_embeddings,
         )
 
     return forward
-
-
-def bind_vocab(model: Any, vocab: int) -> None:
-    """Tell a GPTModel how many of its vocabulary rows exist; the others are padding and take part in nothing.
-
-    Raises:
-        LayoutError: rows that do not cut into the contract's vocabulary leaves over the tensor-parallel ranks.
-    """
-    for module in model.modules():
-        if type(module).__name__ == "VocabParallelEmbedding" or module is getattr(model, "output_layer", None):
-            rows = getattr(module, "num_embeddings", None) or module.output_size
-            padded = contract.current().padded_vocab(vocab)
-            if tree.size(module.tp_group) > 1 and rows != padded:
-                raise LayoutError(
-                    f"{rows} vocabulary rows over {tree.size(module.tp_group)} tensor-parallel ranks: a vocabulary of {vocab} "
-                    f"must be padded to {padded} rows, whatever the number of ranks"
-                )
-            setattr(module, REAL_VOCAB, vocab)
 
 
 def _batch(x: Tensor) -> int:

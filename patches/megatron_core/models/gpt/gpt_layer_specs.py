@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mindspeed_tpi import ops
 from mindspeed_tpi.patches.megatron_core.support import UNTIL, VERSIONS, outside
 from mindspeed_tpi.patches.megatron_core.transformer.torch_norm import RMSNorm
 from mindspeed_tpi.patching import Patch
@@ -56,7 +57,7 @@ def get_bias_dropout_add(original: Callable[..., Any]) -> Callable[..., Any]:
                     f"{residual.dtype} (served: no bias, no dropout, one dtype)"
                 )
                 return original(training, fused)(x_with_bias, residual, prob)  # type: ignore[no-any-return]
-            return residual + x
+            return ops.residual_add(x, residual)
 
         return add
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mindspeed_tpi import ops
-from mindspeed_tpi.patches.megatron_core.support import UNTIL, VERSIONS, served
+from mindspeed_tpi.patches.megatron_core.support import UNTIL, VERSIONS, check_vocab, served
 from mindspeed_tpi.patching import Patch
 
 
@@ -19,6 +19,8 @@ def init(original: Callable[..., None]) -> Callable[..., None]:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         ours = served(bound.arguments["config"])
+        if ours:
+            check_vocab(bound.arguments["config"], bound.arguments["vocab_size"])
         original(*args, **kwargs)
         model = bound.arguments["self"]
         if ours and hasattr(model, "rotary_pos_emb"):

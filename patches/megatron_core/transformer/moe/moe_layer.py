@@ -125,7 +125,7 @@ def _layer(self: Any, hidden: Tensor) -> Tensor:
 def _shared_expert(shared: Any, hidden: Tensor, to_gate: Tensor) -> Tensor:
     from megatron.core.transformer.mlp import MLP
 
-    y, _ = MLP.forward(shared, hidden)
+    y: Tensor = MLP.forward(shared, hidden)[0]
     if not shared.use_shared_expert_gate:
         return y
     logits = replicated_linear(

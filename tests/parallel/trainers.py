@@ -1,0 +1,61 @@
+"""Trainers of many layouts in one job, so that Megatron-core is imported once per number of ranks.
+
+    python -m torch.distributed.run --nproc-per-node N -m tests.parallel.trainers JOBS.json OUT.pt
+
+JOBS holds a list of {name, model, train, micro_batch, recompute}; OUT a dictionary name → result of rank 0.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_tpi.parity.request import Request
+from mindspeed_tpi.parity.trainer import Trainer
+from tests.models import random_prompts
+from tests.rollout_records import record
+
+LENGTHS = [40, 17, 33, 9]
+VOCAB = 100
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    """Log-probabilities, gradient hashes and, after an AdamW step, weight hashes of a layout."""
+    trainer = Trainer(Request(job["model"], ((1, 2),), dtype=job.get("dtype", "bfloat16"), train=job["train"]))
+    for chunk in trainer.chunks:
+        for name, value in job.get("config", {}).items():
+            setattr(chunk.config, name, value)
+            setattr(chunk.decoder.config, name, value)
+    rollout = record(random_prompts(LENGTHS, vocab=VOCAB, seed=3), trainer.contract)
+    logprobs = trainer.logprobs(rollout, micro_batch=job.get("micro_batch"))
+    result: dict[str, Any] = {"logprobs": logprobs}
+    if job.get("backward", True):
+        result["loss"] = trainer.train_step(rollout, micro_batch=job.get("micro_batch") or 1)
+        result["gradients"] = trainer.gradient_hashes()
+        result["weights"] = trainer.weight_hashes()
+    return result
+
+
+def main() -> None:
+    jobs = json.loads(Path(sys.argv[1]).read_text())
+    results = {}
+    for job in jobs:
+        try:
+            results[job["name"]] = run(job)
+        except Exception:
+            results[job["name"]] = {"error": traceback.format_exc()}
+        if dist.is_initialized():
+            dist.barrier()
+    if os.environ.get("RANK", "0") == "0":
+        torch.save(results, sys.argv[2])
+
+
+if __name__ == "__main__":
+    main()
