@@ -26,7 +26,6 @@ from mindspeed_tpi.parallel import tree
 Model: TypeAlias = torch.nn.Module | Sequence[torch.nn.Module]
 """A GPTModel, or the model chunks of a virtual pipeline."""
 
-REAL_VOCAB = "tpi_vocab"  # attribute under which the patches keep the number of vocabulary rows that are no padding
 _REDUNDANT = (".rotary_emb.inv_freq",)  # buffers that old checkpoints carry; made anew from the configuration
 
 
@@ -263,11 +262,10 @@ def _chunk_entries(model: Any) -> list[Entry]:
         if match is None:
             if name not in _MODEL:
                 raise _unknown(name)
-            module = name.rpartition(".")[0]
             tied = name == "output_layer.weight" and model.share_embeddings_and_output_weights
             name = "embedding.word_embeddings.weight" if tied else name
             hf, kind = _MODEL[name]
-            real = getattr(model.get_submodule(module), REAL_VOCAB, model.vocab_size)
+            real = getattr(config, "unpadded_vocab_size", None) or model.vocab_size
             found.append(_entry(parameter, name, (hf,), kind, config, tp, vocabulary=real))
             continue
         layer = model.decoder.layers[int(match[1])]

@@ -168,8 +168,8 @@ def build_model(
 ) -> Any:
     """A GPTModel with the local layer spec for this rank's part of `profile`; weights are left uninitialised.
 
-    Megatron-core must be started for `layout`. Over tensor-parallel ranks the vocabulary is padded to whole leaves
-    (contract section 6).
+    Megatron-core must be started for `layout`. `config.unpadded_vocab_size` holds the real vocabulary: over
+    tensor-parallel ranks it is padded to whole leaves (contract section 6).
 
     Args:
         vp_stage: which chunk of a virtual pipeline.
@@ -208,9 +208,6 @@ def build_model(
         **stage,
     )
     if not stock:
-        from mindspeed_tpi.patches.megatron_core.tensor_parallel.layers import bind_vocab
-
-        bind_vocab(model, profile.vocab)
         # the checkpoint's own constants, also where Megatron-core has no field; and positions for a row's padding
         rows = -(-rope.max_position // layout.row_multiple) * layout.row_multiple
         model.rotary_pos_emb.rope_config = replace(rope, max_position=rows)
@@ -272,6 +269,7 @@ def transformer_config(profile: Profile, layout: Layout) -> Any:
         calculate_per_token_loss=layout.pp > 1,  # the schedule then leaves the loss as it is
         **({} if profile.moe is None else _moe_fields(profile, profile.moe)),
     )
+    config.unpadded_vocab_size = profile.vocab
     if profile.rope.scaling == "yarn":
         numbers = dict(profile.rope.parameters)
         config.yarn_rotary_scaling_factor = numbers["factor"]
