@@ -265,7 +265,7 @@ def _chunk_entries(model: Any) -> list[Entry]:
             tied = name == "output_layer.weight" and model.share_embeddings_and_output_weights
             name = "embedding.word_embeddings.weight" if tied else name
             hf, kind = _MODEL[name]
-            real = getattr(config, "unpadded_vocab_size", model.vocab_size)
+            real = getattr(config, "unpadded_vocab_size", None) or model.vocab_size
             found.append(_entry(parameter, name, (hf,), kind, config, tp, vocabulary=real))
             continue
         layer = model.decoder.layers[int(match[1])]

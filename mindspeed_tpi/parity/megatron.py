@@ -169,7 +169,7 @@ def build_model(
     """A GPTModel with the local layer spec for this rank's part of `profile`; weights are left uninitialised.
 
     Megatron-core must be started for `layout`. `config.unpadded_vocab_size` holds the real vocabulary: over
-    tensor-parallel ranks rows of whole leaves are added to it (contract section 6).
+    tensor-parallel ranks it is padded to whole leaves (contract section 6).
 
     Args:
         vp_stage: which chunk of a virtual pipeline.
@@ -264,6 +264,8 @@ def transformer_config(profile: Profile, layout: Layout) -> Any:
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
         moe_token_dispatcher_type=layout.dispatcher,
+        overlap_p2p_comm=layout.vpp > 1,  # the batched form mixes up two stages' messages in an interleaved pipeline
+        batch_p2p_comm=layout.vpp == 1,
         calculate_per_token_loss=layout.pp > 1,  # the schedule then leaves the loss as it is
         **({} if profile.moe is None else _moe_fields(profile, profile.moe)),
     )
