@@ -111,7 +111,7 @@ def _forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         y, slots = _experts(self, hidden_states, ids)
         routed = ops.moe_combine(y, slots, weights)
         shared = self.shared_experts
-        return routed if shared is None else routed + shared._layer(hidden_states)
+        return routed if shared is None else ops.residual_add(routed, shared._layer(hidden_states))
 
     return forward
 
