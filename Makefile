@@ -10,10 +10,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 REQUIREMENTS := requirements/torch.txt requirements/engines.txt requirements/dev.txt
 KERNELS := $(shell find kernels -type f)
 
-.PHONY: demo test test-long lint bench docs native clean
+.PHONY: demo demo-moe test test-long lint bench docs native clean
 
 demo: $(VENV)/ready
 	$(BIN)/mindspeed-tpi demo --out out
+
+demo-moe: $(VENV)/ready
+	$(BIN)/mindspeed-tpi demo-moe --out out/moe
 
 test: $(VENV)/ready
 	$(BIN)/python -m pytest
