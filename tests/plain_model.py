@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mindspeed_tpi import contract, ops
+from mindspeed_tpi.parity.rollout import Rollout
 from mindspeed_tpi.profiles import Profile
 
 
@@ -114,3 +115,15 @@ class PlainModel:
             gate = ops.linear(x, self.weights[prefix + "shared_expert_gate.weight"], out_dtype=torch.float32)
             shared = ops.sigmoid_gate(shared, gate)
         return out + shared
+
+
+def sampled_as_written_out(rollout: Rollout, directory: str | Path) -> bool:
+    """Whether every generated token of a record has the bits that the model written out gives it."""
+    model = PlainModel.load(directory)
+    with torch.no_grad():
+        expected = torch.cat([model.logprobs(sequence) for sequence in rollout.sequences])
+    firsts = torch.zeros_like(rollout.generated)
+    firsts[rollout.offsets[:-1]] = True
+    return torch.equal(
+        expected[rollout.generated[~firsts]].view(torch.int32), rollout.logprobs[rollout.generated].view(torch.int32)
+    )

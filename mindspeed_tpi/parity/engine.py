@@ -17,9 +17,10 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -30,8 +31,10 @@ from mindspeed_tpi import envs, ops, versions
 from mindspeed_tpi.errors import InputError, LayoutError, ParityError
 from mindspeed_tpi.parallel.layout import Layout
 from mindspeed_tpi.parity import process
+from mindspeed_tpi.parity.replicas import Replicas, free_port
 from mindspeed_tpi.parity.request import Request
 from mindspeed_tpi.parity.rollout import Rollout
+from mindspeed_tpi.patches.vllm._limits import layout_problems
 from mindspeed_tpi.profiles import Profile
 
 SMALLEST_TEMPERATURE = 0.01  # vLLM raises smaller positive temperatures to this
@@ -50,13 +53,15 @@ class Engine:
     """A running `vllm.LLM` for one request's model and settings; use it as a context manager.
 
     Variables of the environment that the user has set are kept; those the engine needs are set while it runs.
+    An engine with data parallelism starts its further ranks itself, which get `dp_rank` and a port to meet at.
 
     Raises:
         InputError: the request asks for what the engine cannot do.
         ParityError: the engine would run outside the numerics contract.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, dp_rank: int = 0, dp_port: int | None = None) -> None:
+        self.dp_rank, self._dp_port = dp_rank, dp_port
         self.layout = Layout.parse(request.rollout, "rollout")
         active = envs.MODE.get() != "0" if envs.MODE.is_set else not request.stock
         if active == request.stock:
@@ -67,7 +72,9 @@ class Engine:
         self.request = request
         self.weight_version = 0
         self.profile = Profile.load(request.model)
-        _check_layout(self.layout, self.profile)
+        problems = layout_problems(self.profile, self.layout.tp, self.layout.dp, self.layout.ep > 1)
+        if problems and not request.stock:
+            raise LayoutError(f"rollout layout {self.layout}: {'. '.join(problems)}")
         longest = max(len(prompt) for prompt in request.prompts) + request.max_new_tokens
         limit = self.profile.rope.max_position
         self.max_model_len = request.engine.max_model_len or min(max(longest, _DEFAULT_LENGTH), limit)
@@ -75,15 +82,30 @@ class Engine:
         self.workers: list[dict[str, Any]] = []
         self._saved: dict[str, str | None] = {}
         self._llm: Any = None
+        self._replicas: Replicas | None = None
 
     def __enter__(self) -> Engine:
         wanted = {name: os.environ.get(name) or value for name, value in _ENVIRONMENT.items()}
         if self.request.stock:
             wanted["MINDSPEED_TPI"] = "0"
         wanted["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if self.request.engine.spawn else "0"
+        if self.layout.ranks > 1:
+            threads = max(1, len(os.sched_getaffinity(0)) // self.layout.ranks)
+            wanted["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(threads)
+        if self.layout.dp > 1:
+            self._dp_port = self._dp_port or free_port()
+            wanted |= {
+                "VLLM_DP_SIZE": str(self.layout.dp),
+                "VLLM_DP_RANK": str(self.dp_rank),
+                "VLLM_DP_RANK_LOCAL": str(self.dp_rank),
+                "VLLM_DP_MASTER_IP": "127.0.0.1",
+                "VLLM_DP_MASTER_PORT": str(self._dp_port),
+            }
         self._saved = {name: os.environ.get(name) for name in wanted}
         os.environ.update(wanted)
         try:
+            if self.layout.dp > 1 and self.dp_rank == 0:
+                self._replicas = Replicas(self.layout.dp, partial(Engine, self.request, dp_port=self._dp_port))
             self._start()
         except BaseException:
             self.close()
@@ -97,6 +119,9 @@ class Engine:
 
     def close(self) -> None:
         """Stop the engine and put the environment back."""
+        if self._replicas is not None:
+            self._replicas.close()
+            self._replicas = None
         if self._llm is not None:
             self._llm.llm_engine.engine_core.shutdown()
             self._llm = None
@@ -111,7 +136,6 @@ class Engine:
         self._saved = {}
 
     def _start(self) -> None:
-
         from mindspeed_tpi.integrations.vllm import register
         from mindspeed_tpi.patches.vllm import _limits
         from mindspeed_tpi.patches.vllm._status import in_force
@@ -149,6 +173,9 @@ class Engine:
             self.workers = self._rpc("tpi_report")
             self._check_workers()
         self._rpc("tpi_take_counts")
+        if self._replicas is not None:
+            self._replicas.receive()  # each has started
+            self.workers = [report for reports in self._everywhere("report") for report in reports]
 
     def _check_workers(self) -> None:
         """The parent's half of the handshake; each worker has refused to start on a difference already."""
@@ -165,6 +192,19 @@ class Engine:
                         f"worker rank {report['rank']} (process {report['pid']}): field {name} is {report[name]!r}, "
                         f"the driver has {value!r}"
                     )
+
+    def report(self) -> list[dict[str, Any]]:
+        """What each worker of this rank runs."""
+        return self.workers
+
+    def _everywhere(self, method: str, arguments: Sequence[tuple[Any, ...]] = ()) -> list[Any]:
+        """Run a method on every data-parallel rank at once, with arguments of its own; the answers in rank order."""
+        arguments = arguments or [()] * self.layout.dp
+        if self._replicas is None:
+            return [getattr(self, method)(*arguments[0])]
+        self._replicas.send(method, arguments[1:])
+        mine = getattr(self, method)(*arguments[0])
+        return [mine, *self._replicas.receive()]
 
     def _rpc(self, method: str, *args: Any) -> list[Any]:
         results: list[Any] = self._llm.collective_rpc(method, args=args)
@@ -189,40 +229,48 @@ class Engine:
             InputError: a token id outside the vocabulary, a sequence beyond `max_model_len`, or a temperature the
                 engine was not built for.
         """
-        from vllm import SamplingParams
-
         request = self.request
         prompts = request.prompts if prompts is None else prompts
         max_new_tokens = request.max_new_tokens if max_new_tokens is None else max_new_tokens
         temperature = request.temperature if temperature is None else temperature
         prompt_logprobs = request.prompt_logprobs if prompt_logprobs is None else prompt_logprobs
         self._check_prompts(prompts, max_new_tokens, temperature, prompt_logprobs)
-        if seed is not None:
-            self._rpc("tpi_seed", seed)
-        sampling = SamplingParams(
-            temperature=temperature,
-            max_tokens=max_new_tokens,
-            logprobs=0,
-            prompt_logprobs=0 if prompt_logprobs else None,
-            ignore_eos=True,
-            detokenize=False,
-        )
+        sampling = {
+            "temperature": temperature,
+            "max_tokens": max_new_tokens,
+            "logprobs": 0,
+            "prompt_logprobs": 0 if prompt_logprobs else None,
+            "ignore_eos": True,
+            "detokenize": False,
+        }
+        ranks = self.layout.dp
         started = time.perf_counter()
-        outputs = self._llm.generate(
-            [{"prompt_token_ids": list(prompt)} for prompt in prompts], sampling, use_tqdm=progress
-        )
+        shares = self._everywhere("sample", [(prompts[r::ranks], sampling, seed, progress) for r in range(ranks)])
         seconds = time.perf_counter() - started
-        taken = self._rpc("tpi_take_counts")
-        generated = sum(len(output.outputs[0].token_ids) for output in outputs)
+        samples: list[Sample] = [shares[i % ranks][0][i // ranks] for i in range(len(prompts))]
+        generated = sum(len(sample.tokens) - len(sample.prompt) for sample in samples)
         meta = self._meta(temperature, max_new_tokens, seed)
-        meta["counters"] = taken[0]["counters"]
-        meta["op_calls"] = taken[0]["op_calls"]
+        for name in ("counters", "op_calls"):
+            meta[name] = dict(sum((Counter(taken[name]) for _, taken in shares), Counter()))
         meta["seconds"] = {
             "start": self.start_seconds,
             "generate": seconds,
             "tokens_per_second": generated / seconds,
         }
-        return _record(outputs, self.weight_version, meta)
+        return _record(samples, self.weight_version, meta)
+
+    def sample(
+        self, prompts: Sequence[Sequence[int]], sampling: dict[str, Any], seed: int | None, progress: bool
+    ) -> tuple[list[Sample], dict[str, Any]]:
+        """This data-parallel rank's share of `generate`: samples, and what its first worker counted."""
+        from vllm import SamplingParams
+
+        if seed is not None:
+            self._rpc("tpi_seed", seed)
+        outputs = self._llm.generate(
+            [{"prompt_token_ids": list(prompt)} for prompt in prompts], SamplingParams(**sampling), use_tqdm=progress
+        )
+        return [Sample.of(output) for output in outputs], self._rpc("tpi_take_counts")[0]
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> int:
         """Load Hugging Face tensors into the running model in place, and forget the prefix cache.
@@ -242,11 +290,15 @@ class Engine:
         with tempfile.TemporaryDirectory(prefix="mindspeed-tpi-", dir=folder) as directory:
             path = os.path.join(directory, "weights.safetensors")
             save_file({name: tensor.detach().contiguous() for name, tensor in tensors}, path)
-            self._rpc("tpi_update_weights", path)
-        if not self._llm.reset_prefix_cache():
-            raise ParityError("vLLM did not reset its prefix cache after the weight update; update between generations")
+            self._everywhere("load", [(path,)] * self.layout.dp)
         self.weight_version += 1
         return self.weight_version
+
+    def load(self, path: str) -> None:
+        """This data-parallel rank's part of `update_weights`."""
+        self._rpc("tpi_update_weights", path)
+        if not self._llm.reset_prefix_cache():
+            raise ParityError("vLLM did not reset its prefix cache after the weight update; update between generations")
 
     def _check_prompts(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float, prompt_logprobs: bool
@@ -306,44 +358,36 @@ def _import_llm() -> Any:
     return LLM
 
 
-def _check_layout(layout: Layout, profile: Profile) -> None:
-    """Refuse what vLLM has no form for, before it starts."""
-    if layout.dp > 1:
-        raise LayoutError(f"rollout layout {layout}: dp={layout.dp} is not supported, only dp=1")
-    if layout.ep > 1 and profile.moe is None:
-        raise LayoutError(f"rollout layout {layout}: a {profile.family} has no experts; leave ep out")
-    if layout.ep not in (1, layout.tp * layout.dp):
-        raise LayoutError(
-            f"rollout layout {layout}: vLLM spreads whole experts over all of its ranks or over none; "
-            f"ep can be 1 or {layout.tp * layout.dp}"
-        )
+class Sample(NamedTuple):
+    """One request's answer: token ids of prompt and continuation, and one logprob each (NaN where none was reported)."""
 
+    prompt: list[int]
+    tokens: list[int]
+    logprobs: list[float]
 
-def _record(outputs: Sequence[Any], weight_version: int, meta: dict[str, Any]) -> Rollout:
-    """vLLM's request outputs as a rollout record; every logprob is the one the engine reported."""
-    tokens: list[int] = []
-    logprobs: list[float] = []
-    prompt_lengths: list[int] = []
-    lengths: list[int] = []
-    for output in outputs:
+    @classmethod
+    def of(cls, output: Any) -> Sample:
+        """From vLLM's request output; every logprob is the one the engine reported."""
         prompt, completion = list(output.prompt_token_ids), output.outputs[0]
-        sampled = list(completion.token_ids)
-        reported = output.prompt_logprobs or [None] * len(prompt)
-        logprobs += [
+        tokens = prompt + list(completion.token_ids)
+        reported = [*(output.prompt_logprobs or [None] * len(prompt)), *completion.logprobs]
+        logprobs = [
             float("nan") if entry is None else entry[token].logprob
-            for entry, token in zip(reported, prompt, strict=True)
+            for entry, token in zip(reported, tokens, strict=True)
         ]
-        logprobs += [entry[token].logprob for entry, token in zip(completion.logprobs, sampled, strict=True)]
-        tokens += prompt + sampled
-        prompt_lengths.append(len(prompt))
-        lengths.append(len(prompt) + len(sampled))
+        return cls(prompt, tokens, logprobs)
+
+
+def _record(samples: Sequence[Sample], weight_version: int, meta: dict[str, Any]) -> Rollout:
+    """The samples of one generation as a rollout record."""
+    lengths = [len(sample.tokens) for sample in samples]
     return Rollout(
-        token_ids=torch.tensor(tokens, dtype=torch.int64),
+        token_ids=torch.tensor([token for sample in samples for token in sample.tokens], dtype=torch.int64),
         offsets=torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0),
-        prompt_lengths=torch.tensor(prompt_lengths, dtype=torch.int64),
+        prompt_lengths=torch.tensor([len(sample.prompt) for sample in samples], dtype=torch.int64),
         positions=torch.cat([torch.arange(n, dtype=torch.int64) for n in lengths]),
-        logprobs=torch.tensor(logprobs, dtype=torch.float32),
-        weight_versions=torch.full((len(tokens),), weight_version, dtype=torch.int64),
+        logprobs=torch.tensor([logprob for sample in samples for logprob in sample.logprobs], dtype=torch.float32),
+        weight_versions=torch.full((sum(lengths),), weight_version, dtype=torch.int64),
         meta=meta,
     )
 

@@ -47,8 +47,10 @@ def _problems(config: Any) -> list[tuple[str, str]]:
     except InputError as error:
         found.append((str(error), "use another model"))
     else:
-        for problem in layout_problems(profile, parallel.tensor_parallel_size, parallel.enable_expert_parallel):
-            found.append((problem, "use another tensor_parallel_size"))
+        for problem in layout_problems(
+            profile, parallel.tensor_parallel_size, parallel.data_parallel_size, parallel.enable_expert_parallel
+        ):
+            found.append((problem, "use another size"))
     refuse(model.runner_type != "generate", f"runner {model.runner_type!r}", "use a generating model")
     refuse(str(model.dtype) not in DTYPES, f"dtype {model.dtype}", "use bfloat16, float16 or float32")
     refuse(
@@ -69,7 +71,6 @@ def _problems(config: Any) -> list[tuple[str, str]]:
     )
     for name in (
         "pipeline_parallel_size",
-        "data_parallel_size",
         "prefill_context_parallel_size",
         "decode_context_parallel_size",
     ):
@@ -95,27 +96,40 @@ def _problems(config: Any) -> list[tuple[str, str]]:
     return found
 
 
-def layout_problems(profile: Profile, tp: int, expert_parallel: bool) -> list[str]:
-    """Why a model cannot be split over `tp` ranks with equal bits; empty when it can. Each names the sizes that work."""
+def layout_problems(profile: Profile, tp: int, dp: int, expert_parallel: bool) -> list[str]:
+    """Why a model cannot be split over these ranks with equal bits; empty when it can. Each names the sizes that work.
+
+    Without expert parallelism, every expert is split over all tp · dp ranks.
+    """
     rules = contract.current()
     moe = profile.moe
     split = {"attention output": profile.heads * profile.head_dim}
     if moe is None or moe.dense_layers:
         split["MLP"] = profile.ffn
-    if moe and not expert_parallel:
-        split["experts"] = moe.ffn
     if moe and moe.shared_ffn:
         split["shared expert"] = moe.shared_ffn
-
-    def fits(size: int) -> bool:
-        heads = profile.heads % size == 0 and (profile.kv_heads % size == 0 or size % profile.kv_heads == 0)
-        return heads and all(size <= rules.leaves(length).count for length in split.values())
-
-    if tp > 0 and tp & (tp - 1) == 0 and tp <= rules.max_tp and fits(tp):
-        return []
-    sizes = [str(1 << i) for i in range(rules.max_tp.bit_length()) if fits(1 << i)]
-    lengths = ", ".join(f"{what} {length}" for what, length in split.items())
-    return [
-        f"tensor_parallel_size {tp} for {profile.heads} heads, {profile.kv_heads} KV heads and sums over {lengths}; "
-        f"sizes that work: {', '.join(sizes)}"
+    possible = [1 << i for i in range(rules.max_tp.bit_length())]
+    sizes = [
+        size
+        for size in possible
+        if profile.heads % size == 0
+        and (profile.kv_heads % size == 0 or size % profile.kv_heads == 0)
+        and all(size <= rules.leaves(length).count for length in split.values())
     ]
+    found = []
+    if tp not in sizes:
+        lengths = ", ".join(f"{what} {length}" for what, length in split.items())
+        found.append(
+            f"tensor_parallel_size {tp} for {profile.heads} heads, {profile.kv_heads} KV heads and sums over {lengths}; "
+            f"sizes that work: {', '.join(map(str, sizes))}"
+        )
+    if dp > 1 and moe is None:
+        found.append(f"data_parallel_size {dp} of a model without experts; vLLM has it only with experts")
+    if moe and not expert_parallel:
+        sizes = [size for size in possible if size <= rules.leaves(moe.ffn).count]
+        if tp * dp not in sizes:
+            found.append(
+                f"experts of width {moe.ffn} split over {tp * dp} ranks (tensor_parallel_size · data_parallel_size); "
+                f"sizes that work: {', '.join(map(str, sizes))}, or enable_expert_parallel"
+            )
+    return found

@@ -12,6 +12,13 @@ def tp_group() -> Any:
     return _torch_group(get_tp_group())
 
 
+def dp_group() -> Any:
+    """The data-parallel group, None for one rank."""
+    from vllm.distributed import get_dp_group
+
+    return _torch_group(get_dp_group())
+
+
 def ep_group() -> Any:
     """The group that experts are spread over, whole or in shards (all tensor- and data-parallel ranks); None for one rank."""
     from vllm.distributed import get_ep_group

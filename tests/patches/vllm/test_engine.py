@@ -165,7 +165,7 @@ def test_uncovered_module(own, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize(
-    ("layout", "error"), [("cp=2", LayoutError), ("tp=2", LayoutError), ("tp", InputError), ("pp=1", LayoutError)]
+    ("layout", "error"), [("cp=2", LayoutError), ("tp=3", LayoutError), ("tp", InputError), ("pp=1", LayoutError)]
 )
 def test_layouts_the_engine_cannot_have(request_, layout, error):
     with pytest.raises(error, match=layout.split("=")[0]):

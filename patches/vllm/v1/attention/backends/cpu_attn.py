@@ -69,8 +69,8 @@ def attention_backend_class() -> type[Any]:
             output_scale: Tensor | None = None,
             output_block_scale: Tensor | None = None,
         ) -> Tensor:
-            if attn_metadata is None:  # warm-up: there is no cache yet
-                return output
+            if attn_metadata is None:  # warm-up, or a step without requests: what follows must not meet a NaN
+                return output.zero_()
             if not attn_metadata.causal or attn_metadata.dynamic_causal is not None:
                 raise ParityError("non-causal attention is outside the numerics contract; run with MINDSPEED_TPI=0")
             tokens = attn_metadata.num_actual_tokens

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mindspeed_tpi import contract, ops
 from mindspeed_tpi.errors import ParityError
 from mindspeed_tpi.parallel import tree
-from mindspeed_tpi.patches.vllm._parallel import ep_group
+from mindspeed_tpi.patches.vllm._parallel import dp_group, ep_group
 from mindspeed_tpi.patches.vllm._versions import UNTIL, VERSIONS
 from mindspeed_tpi.patching import Patch
 from mindspeed_tpi.profiles import Profile
@@ -108,12 +109,30 @@ def _forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if self.gate is not None:  # otherwise the model has applied it
             router_logits, _ = self.gate(hidden_states)
         weights, ids = ops.moe_route(router_logits, expert_bias=self.router.e_score_correction_bias, **self.tpi_route)
-        y, slots = _experts(self, hidden_states, ids)
-        routed = ops.moe_combine(y, slots, weights)
+        tokens, chosen, own = _all_tokens(hidden_states, ids)
+        y, slots = _experts(self, tokens, chosen)
+        routed = ops.moe_combine(y, slots[own], weights)
         shared = self.shared_experts
         return routed if shared is None else ops.residual_add(routed, shared._layer(hidden_states))
 
     return forward
+
+
+def _all_tokens(x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, slice]:
+    """Tokens and choices of all data-parallel ranks in rank order, and which of them are this rank's."""
+    from vllm.forward_context import get_forward_context
+
+    group = dp_group()
+    if group is None:
+        return x, ids, slice(None)
+    counts = get_forward_context().dp_metadata.num_tokens_across_dp_cpu.tolist()
+    padding = max(counts) - x.shape[0]
+    everybodys = [
+        torch.cat([rows[:n] for rows, n in zip(tree.gather(pad(t, (0, 0, 0, padding)), group), counts, strict=True)])
+        for t in (x, ids)
+    ]
+    start = sum(counts[: tree.rank(group)])
+    return everybodys[0], everybodys[1], slice(start, start + x.shape[0])
 
 
 def _experts(runner: Any, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
