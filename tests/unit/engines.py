@@ -39,7 +39,7 @@ class Engines:
         spoil: changes the trainer's answer of parity runs.
         fail: (module, exit status, log) of a process that fails.
         seen: (module, environment, request) of each process that was waited for.
-        ended: modules of the processes that were ended.
+        ended: modules of the processes that were ended. commands: the last command line of each module.
     """
 
     spoil: Callable[[Tensor], Tensor] = lambda logprobs: logprobs
@@ -47,8 +47,10 @@ class Engines:
     counters: dict[str, int] = field(default_factory=lambda: dict(COUNTERS))
     seen: list[tuple[str, Mapping[str, str], Request]] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
+    commands: dict[str, Sequence[str]] = field(default_factory=dict)
 
     def __call__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> Engine:
+        self.commands[module_of(command)] = command
         return Engine(self, command, environment, log)
 
     def work(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> int:
