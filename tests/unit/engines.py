@@ -55,19 +55,23 @@ class Engines:
 
     def work(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> int:
         module = module_of(command)
-        files = [Path(text) for text in command[command.index(f"mindspeed_tpi.parity.{module}") + 1 :][:3]]
-        request = Request.load(files[0])
-        self.seen.append((module, environment, request))
-        if self.fail and self.fail[0] == module:
-            log.write_text(self.fail[2])
-            return self.fail[1]
-        if module == "engine":
-            self._rollout(request).save(files[1])
-        else:
-            record = Rollout.load(files[1])
+        words = command[command.index(f"mindspeed_tpi.parity.{module}") + 1 :]
+        files = [Path(text) for text in words if not text.startswith("--")]
+        number = 2 if module == "engine" else 3
+        for work in range(0, len(files), number):
+            request = Request.load(files[work])
+            self.seen.append((module, environment, request))
+            if self.fail and self.fail[0] == module:
+                log.write_text(self.fail[2])
+                return self.fail[1]
+            if module == "engine":
+                self._rollout(request).save(files[work + 1])
+                continue
+            record = Rollout.load(files[work + 1])
             answer = record.logprobs + 0.25 if request.stock else self.spoil(record.logprobs.clone())
-            meta = {"seconds": {"recompute": 0.5}, "op_calls": {"linear": 7}, "versions": {"megatron-core": "0.16.1"}}
-            save_file({"logprobs": answer}, files[2], metadata={"meta": json.dumps(meta)})
+            seconds = {"start": 1.0, "recompute": 0.5}
+            meta = {"seconds": seconds, "op_calls": {"linear": 7}, "versions": {"megatron-core": "0.16.1"}}
+            save_file({"logprobs": answer}, files[work + 2], metadata={"meta": json.dumps(meta)})
         return 0
 
     def _rollout(self, request: Request) -> Rollout:

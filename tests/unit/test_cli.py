@@ -165,17 +165,12 @@ def test_a_matrix_rolls_out_once_per_rollout_layout(
     (tmp_path / "grid").write_text("tp=1 sp=1,tp=2\n  tp=2 x\ntp=1 tp=2")
     outputs = ["--json", tmp_path / "out.json", "--report", tmp_path / "out.html"]
     assert parity(model, "--matrix", tmp_path / "grid", *outputs) == 0
-    seen = [(module, request.train if module == "trainer" else request.rollout) for module, _, request in engines.seen]
-    assert seen == [
-        (module, layout)
-        for rollout in ("tp=1", "tp=2")
-        for module, layout in (
-            ("engine", rollout),
-            ("trainer", "tp=1"),
-            ("trainer", "tp=2,sp=1"),
-            ("trainer", "tp=2"),
-        )
+    seen = [(module, request.train, request.rollout) for module, _, request in engines.seen]
+    assert [rollout for module, _, rollout in seen if module == "engine"] == ["tp=1", "tp=2"]
+    assert [(train, rollout) for module, train, rollout in seen if module == "trainer"] == [
+        (train, rollout) for train in ("tp=1", "tp=2,sp=1", "tp=2") for rollout in ("tp=1", "tp=2")
     ]
+    assert engines.ended == ["trainer"] * 2 + ["engine"] * 2  # one trainer per number of ranks
     said = capsys.readouterr().out.splitlines()
     assert [line.split()[-2:] for line in said[1:4]] == [["0", "0"]] * 3
     assert said[-1] == "logdiff is exactly 0 on all 72 tokens of 6 combinations"
