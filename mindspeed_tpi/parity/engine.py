@@ -282,6 +282,7 @@ class Engine:
             The new weight version, which tokens sampled from now on carry.
 
         Raises:
+            InputError: the model has weights that are not among the tensors.
             ParityError: the prefix cache could not be reset (requests are running).
         """
         folder = (
@@ -290,15 +291,19 @@ class Engine:
         with tempfile.TemporaryDirectory(prefix="mindspeed-tpi-", dir=folder) as directory:
             path = os.path.join(directory, "weights.safetensors")
             save_file({name: tensor.detach().contiguous() for name, tensor in tensors}, path)
-            self._everywhere("load", [(path,)] * self.layout.dp)
+            missing = sorted({name for lacks in self._everywhere("load", [(path,)] * self.layout.dp) for name in lacks})
+        if missing:
+            shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+            raise InputError(f"the weight update lacks {shown}: they would keep their old values")
         self.weight_version += 1
         return self.weight_version
 
-    def load(self, path: str) -> None:
-        """This data-parallel rank's part of `update_weights`."""
-        self._rpc("tpi_update_weights", path)
+    def load(self, path: str) -> set[str]:
+        """This data-parallel rank's part of `update_weights`; returns the tensors that were lacking."""
+        missing = {name for lacks in self._rpc("tpi_update_weights", path) for name in lacks}
         if not self._llm.reset_prefix_cache():
             raise ParityError("vLLM did not reset its prefix cache after the weight update; update between generations")
+        return missing
 
     def _check_prompts(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float, prompt_logprobs: bool

@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -90,4 +91,5 @@ def _serve(pipe: Connection, make: Callable[[int], Any], rank: int) -> None:
                 pipe.send(getattr(engine, method)(*arguments))
     except Exception as error:
         known = isinstance(error, InputError | ParityError)
-        pipe.send(error if known else ParityError(f"data-parallel rank {rank}: {error!r}"))
+        with suppress(BrokenPipeError):  # the first rank has failed before this one, and left
+            pipe.send(error if known else ParityError(f"data-parallel rank {rank}: {error!r}"))

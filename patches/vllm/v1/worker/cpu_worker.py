@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from mindspeed_tpi import envs, ops
-from mindspeed_tpi.errors import InputError, ParityError
+from mindspeed_tpi.errors import ParityError
 from mindspeed_tpi.patches.vllm._coverage import uncovered
 from mindspeed_tpi.patches.vllm._limits import bound_contract
 from mindspeed_tpi.patches.vllm._status import in_force
@@ -88,11 +88,12 @@ def observed_worker_class() -> type[Any]:
         def tpi_seed(self, seed: int) -> None:
             set_random_seed(seed)
 
-        def tpi_update_weights(self, path: str) -> None:
+        def tpi_update_weights(self, path: str) -> list[str]:
             """Load a safetensors file of Hugging Face tensors into the running model, in place.
 
-            Raises:
-                InputError: the file lacks a tensor of the model, which would stay at its old value.
+            Returns:
+                The tensors of the model that the file lacks: they kept their old values, so the update has failed. (An
+                exception would reach the driver of a spawned worker as mere text.)
             """
             from safetensors import safe_open
 
@@ -100,12 +101,10 @@ def observed_worker_class() -> type[Any]:
             with safe_open(path, framework="pt") as file:
                 names = set(file.keys())
                 missing = missing_experts(Profile.from_hf(self.model_config.hf_text_config.to_dict()), names)
-                if not missing:
-                    loaded = model.load_weights((name, file.get_tensor(name)) for name in names)
-                    missing = sorted({name for name, _ in model.named_parameters()} - loaded)
-            if missing:
-                shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
-                raise InputError(f"the weight update lacks {shown}: they would keep their old values")
+                if missing:
+                    return missing
+                loaded = model.load_weights((name, file.get_tensor(name)) for name in names)
+            return sorted({name for name, _ in model.named_parameters()} - loaded)
 
     return ObservedWorker
 
