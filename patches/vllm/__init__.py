@@ -6,6 +6,7 @@ are patched, so that they are declared, checked and undone like every other patc
 
 from __future__ import annotations
 
+from mindspeed_tpi.patches.vllm.config import parallel
 from mindspeed_tpi.patches.vllm.model_executor import custom_op
 from mindspeed_tpi.patches.vllm.model_executor.layers import linear, vocab_parallel_embedding
 from mindspeed_tpi.patches.vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
@@ -30,5 +31,6 @@ PATCHES: tuple[Patch, ...] = (
     *sampler.PATCHES,
     *topk_topp_sampler.PATCHES,
     *logprobs.PATCHES,
+    *parallel.PATCHES,
     *cpu.PATCHES,
 )

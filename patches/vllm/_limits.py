@@ -76,8 +76,13 @@ def _problems(config: Any) -> list[tuple[str, str]]:
     ):
         value = getattr(parallel, name)
         refuse(value != 1, f"{name} {value}", "only 1 is covered")
+    ranks = parallel.tensor_parallel_size * parallel.data_parallel_size
+    refuse(
+        ranks > 1 and not model.enforce_eager,
+        f"torch.compile over {ranks} ranks",
+        "set enforce_eager: exchanges between ranks are not compiled",
+    )
     refuse(parallel.enable_eplb, "expert load balancing (enable_eplb)", "switch it off")
-    refuse(parallel.use_sequence_parallel_moe, "sequence-parallel experts", "use another all2all_backend")
     refuse(config.aux_output_config.enable_return_routed_experts, "enable_return_routed_experts", "switch it off")
     refuse(
         parallel.worker_cls not in ("auto", STOCK_WORKER, CONTRACT_WORKER),

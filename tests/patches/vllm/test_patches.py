@@ -95,12 +95,8 @@ def test_covered(config):
         ("parallel_config", {"pipeline_parallel_size": 2}, "pipeline_parallel_size 2"),
         ("parallel_config", {"data_parallel_size": 2}, "data_parallel_size 2 of a model without experts"),
         ("parallel_config", {"decode_context_parallel_size": 2}, "decode_context_parallel_size 2"),
+        ("parallel_config", {"tensor_parallel_size": 2}, "torch.compile over 2 ranks"),
         ("parallel_config", {"enable_eplb": True}, "expert load balancing"),
-        (
-            "parallel_config",
-            {"enable_expert_parallel": True, "tensor_parallel_size": 2, "data_parallel_size": 2},
-            "sequence-parallel experts",
-        ),
         ("aux_output_config", {"enable_return_routed_experts": True}, "enable_return_routed_experts"),
         ("parallel_config", {"worker_cls": "somebody.Worker"}, "worker_cls 'somebody.Worker'"),
         (None, {"lora_config": object()}, "LoRA"),
