@@ -114,12 +114,18 @@ def _config(**changes: Any) -> Any:
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
-        ("tensor_model_parallel_size", 2),
-        ("pipeline_model_parallel_size", 2),
-        ("context_parallel_size", 2),
-        ("expert_model_parallel_size", 4),
-        ("sequence_parallel", True),
-        ("num_moe_experts", 8),
+        ("mtp_num_layers", 1),
+        ("moe_grouped_gemm", True),
+        ("moe_shared_expert_overlap", True),
+        ("moe_router_load_balancing_type", "sinkhorn"),
+        ("moe_aux_loss_coeff", 0.01),
+        ("moe_aux_loss_coeff", [0.0, 0.01]),
+        ("moe_z_loss_coeff", 1e-3),
+        ("moe_input_jitter_eps", 0.1),
+        ("moe_expert_capacity_factor", 1.0),
+        ("moe_router_force_load_balancing", True),
+        ("moe_latent_size", 32),
+        ("moe_router_num_groups", 2),
         ("multi_latent_attention", True),
         ("hidden_dropout", 0.1),
         ("attention_dropout", 0.1),
@@ -138,6 +144,11 @@ def test_what_is_not_served_is_refused_by_name(setting: str, value: Any) -> None
     assert support.unsupported(_config()) == []
     with pytest.raises(ParityError, match=f"{setting}=.*\\("):
         GPTModel(_config(**{setting: value}), get_gpt_layer_local_spec(normalization="RMSNorm"), 64, 64)
+
+
+def test_the_flex_dispatcher_is_refused() -> None:
+    config = _config(num_moe_experts=8, moe_token_dispatcher_type="flex")
+    assert support.unsupported(config) == ["moe_token_dispatcher_type='flex' (use 'alltoall' or 'allgather')"]
 
 
 def test_outside_strict_mode_it_runs_as_upstream_wrote_it(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:

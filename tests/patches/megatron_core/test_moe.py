@@ -1,0 +1,97 @@
+"""Megatron-core's MoE layer under the patches: against the model written out, router replay, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from mindspeed_tpi.errors import ParityError
+from mindspeed_tpi.parity.trainer import Trainer
+from tests.patches.megatron_core.conftest import main_grads, rollout_for, same_bits
+from tests.patches.megatron_core.test_model import plain_logprobs
+
+Build = Callable[..., Trainer]
+MOE = ["qwen3-moe", "qwen2-moe", "mixtral", "glm4-moe"]
+SIZES: dict[str, Any] = {"experts": 8, "topk": 4, "moe_ffn": 32}
+
+
+def routers(trainer: Trainer) -> list[Any]:
+    return [module.router for module in trainer.model.modules() if type(module).__name__ == "MoELayer"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("family", MOE)
+def test_logprobs_are_those_of_the_plain_model(trainer: Build, family: str, dtype: str) -> None:
+    t = trainer(family, dtype, **SIZES)
+    rollout = rollout_for(t)
+    assert same_bits(t.logprobs(rollout), plain_logprobs(t, rollout.sequences))
+
+
+def test_selective_recompute_changes_nothing(trainer: Build) -> None:
+    t = trainer("qwen2-moe", **SIZES)
+    rollout = rollout_for(t)
+    t.backward(rollout)
+    plain = main_grads(t)
+    for module in t.model.modules():
+        if type(module).__name__ == "MoELayer":
+            module.moe_layer_recompute = True
+    t.backward(rollout)
+    again = main_grads(t)
+    assert all(same_bits(plain[name], again[name]) for name in plain)
+    assert any(bool(plain[name].any()) for name in plain if "experts" in name)
+
+
+def test_gradient_accumulation_fusion_is_the_same_path(trainer: Build) -> None:
+    """Upstream's fusion needs a CUDA extension; the operators add into `main_grad` whatever the setting says (a stand-in: the
+    flag is set on layers that were built without it)."""
+    t = trainer("qwen3")
+    rollout = rollout_for(t)
+    t.backward(rollout)
+    plain = main_grads(t)
+    for module in t.model.modules():
+        if hasattr(module, "gradient_accumulation_fusion"):
+            module.gradient_accumulation_fusion = True
+    t.backward(rollout)
+    fused = main_grads(t)
+    assert all(same_bits(plain[name], fused[name]) for name in plain)
+
+
+def test_router_replay_must_agree(trainer: Build) -> None:
+    from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
+    t = trainer("qwen3-moe", **SIZES)
+    rollout = rollout_for(t, [12])
+    wanted = t.logprobs(rollout)
+    for router in routers(t):
+        router.router_replay = RouterReplay()
+        router.router_replay.set_router_replay_action(RouterReplayAction.RECORD)
+    t.logprobs(rollout)
+    for router in routers(t):
+        replay = router.router_replay
+        replay.set_target_indices(replay.get_recorded_indices().flip(1))  # any order within a token
+        replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    assert same_bits(t.logprobs(rollout), wanted)
+    last = routers(t)[-1].router_replay
+    chosen = last.target_topk_idx.clone()
+    chosen[3] = torch.tensor([e for e in range(8) if e not in chosen[3].tolist()][:4])
+    last.set_target_indices(chosen)
+    with pytest.raises(ParityError, match=r"router replay of layer 2 differs at 1 of 16 tokens \(token 3: replayed"):
+        t.logprobs(rollout)
+
+
+def test_a_token_routed_to_nan(trainer: Build) -> None:
+    t = trainer("qwen3-moe", **SIZES)
+    with torch.no_grad():
+        routers(t)[0].weight[3, 5] = float("nan")
+    with pytest.raises(ParityError, match="NaN"):
+        t.logprobs(rollout_for(t))
+
+
+def test_cuda_graph_arguments_are_refused(trainer: Build) -> None:
+    t = trainer("qwen3-moe", **SIZES)
+    layer = next(module for module in t.model.modules() if type(module).__name__ == "MoELayer")
+    with pytest.raises(ParityError, match="intermediate_tensors"):
+        layer(torch.zeros(4, 1, 64, dtype=torch.bfloat16), padding_mask=torch.ones(1, 4))
