@@ -10,10 +10,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 REQUIREMENTS := requirements/torch.txt requirements/engines.txt requirements/dev.txt
 KERNELS := $(shell find kernels -type f)
 
-.PHONY: demo test test-long lint bench docs native clean
+.PHONY: demo demo-moe test test-long lint bench docs native clean
 
 demo: $(VENV)/ready
 	$(BIN)/mindspeed-tpi demo --out out
+
+demo-moe: $(VENV)/ready
+	$(BIN)/mindspeed-tpi demo-moe --out out/moe
 
 test: $(VENV)/ready
 	$(BIN)/python -m pytest
@@ -28,7 +31,7 @@ lint: $(VENV)/ready
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports && $(BIN)/python docs/gen_tables.py --check
 
 bench: $(VENV)/ready
-	$(BIN)/python benchmarks/ops.py --out docs/benchmarks && $(BIN)/python benchmarks/engines.py --out docs/benchmarks
+	$(BIN)/python benchmarks/ops.py --out docs/benchmarks && $(BIN)/python benchmarks/parallel.py --out docs/benchmarks && $(BIN)/python benchmarks/engines.py --out docs/benchmarks
 
 docs: $(VENV)/ready
 	$(BIN)/python docs/gen_tables.py

@@ -159,7 +159,70 @@ def logprob_cases(quick: bool) -> Iterator[Pair]:
         yield "token_logprob", f"f32 {t}x151936", lambda: ops.token_logprob(z, tokens), theirs, 1.0
 
 
-FAMILIES = (linear_cases, linear_gradient_cases, attention_cases, elementwise_cases, logprob_cases)
+def moe_cases(quick: bool) -> Iterator[Pair]:
+    """Qwen3-30B-A3B's experts in bf16, against a plain loop over the experts that have tokens."""
+    hidden, experts, topk, ffn = 2048, 128, 8, 768
+    fc1, fc2 = (torch.randn(experts, *s, dtype=BF16) for s in ((2 * ffn, hidden), (hidden, ffn)))
+    for t in (1, 16) if quick else (1, 16, 256):
+        logits = torch.randn(t, experts)
+
+        def their_route() -> object:
+            weights, ids = logits.softmax(-1).topk(topk)
+            return weights / weights.sum(-1, keepdim=True), ids
+
+        yield "moe_route", f"f32 {t}x{experts}", lambda: ops.moe_route(logits, topk), their_route, None
+        weights, ids = ops.moe_route(logits, topk)
+        offsets = torch.cat((torch.zeros(1), ids.flatten().bincount(minlength=experts).cumsum(0))).long()
+        used = [(e, int(a), int(b)) for e, (a, b) in enumerate(zip(offsets, offsets[1:], strict=False)) if a < b]
+        x, a, y = (torch.randn(t * topk, n, dtype=BF16) for n in (hidden, ffn, 2 * ffn))
+
+        def loop(x: Tensor, weight: Tensor) -> Tensor:
+            return torch.cat([x[i:j] @ weight[e] for e, i, j in used])
+
+        for rows, weight in ((x, fc1), (a, fc2)):
+            case = f"bf16 {t} tokens, {rows.shape[1]}x{weight.shape[1]}"
+            yield (
+                "grouped_linear",
+                case,
+                lambda: ops.grouped_linear(rows, weight, offsets),
+                lambda: loop(rows, weight.mT),
+                1.0,
+            )
+        yield (
+            "grouped_linear dX",
+            f"bf16 {t} tokens, {2 * ffn}x{hidden}",
+            lambda: ops.grouped_linear_dx(y, fc1, offsets, paired=True),
+            lambda: loop(y, fc1),
+            1.0,
+        )
+        slots = ids.flatten().long().argsort(stable=True).argsort().view(t, topk)
+        yield (
+            "moe_combine",
+            f"bf16 {t}x{topk}x{hidden}",
+            lambda: ops.moe_combine(x, slots, weights),
+            lambda: (x.view(t, topk, hidden).float() * weights[..., None]).sum(1).bfloat16(),
+            None,
+        )
+        g = torch.randn(t * topk, ffn)
+        w = weights.flatten()
+        yield (
+            "expert_weight_backward",
+            f"bf16 {t * topk}x{ffn}",
+            lambda: ops.expert_weight_backward(g, a, w),
+            lambda: ((g * a).sum(-1), (w[:, None] * g).bfloat16()),
+            None,
+        )
+        z = torch.randn(t, 1)
+        yield (
+            "sigmoid_gate",
+            f"bf16 {t}x{hidden}",
+            lambda: ops.sigmoid_gate(x[:t], z),
+            lambda: x[:t] * z.sigmoid().bfloat16(),
+            None,
+        )
+
+
+FAMILIES = (linear_cases, linear_gradient_cases, attention_cases, elementwise_cases, logprob_cases, moe_cases)
 
 
 def measure(threads: list[int], quick: bool, only: str | None) -> list[Row]:

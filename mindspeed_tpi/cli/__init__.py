@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from mindspeed_tpi import __version__
-from mindspeed_tpi.cli import demo, doctor, parity
+from mindspeed_tpi.cli import demo, demo_moe, doctor, parity
 from mindspeed_tpi.errors import ContractError, InputError, LayoutError, ParityError
 
 NOT_EXACT, BAD_INPUT, FAILED = 1, 2, 3
@@ -34,8 +34,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for module in (parity, doctor, demo):
-        name = module.__name__.rpartition(".")[2]
+    for module in (parity, doctor, demo, demo_moe):
+        name = module.__name__.rpartition(".")[2].replace("_", "-")
         summary = (module.__doc__ or "").strip().partition("\n")[0]
         command = commands.add_parser(name, help=summary, description=module.__doc__, allow_abbrev=False)
         module.add_arguments(command)

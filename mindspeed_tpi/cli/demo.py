@@ -50,7 +50,6 @@ def run(options: argparse.Namespace) -> int:
             f"the demo needs {', '.join(missing)}: run `make demo`, or pip install --no-deps {' '.join(missing)}"
         )
     model = prepare(options.cache)
-    options.out.mkdir(parents=True, exist_ok=True)
     request = Request(
         model=str(model),
         prompts=tuple(prompts.read(model / "prompts.jsonl", model)),
@@ -60,19 +59,28 @@ def run(options: argparse.Namespace) -> int:
     )
     once = replace(request, prompts=request.prompts[::SAMPLES])  # stock bf16 is slow on CPUs without bf16 instructions
     result = driver.run(request, stock=once, announce=lambda line: print(line, file=sys.stderr))
+    return show(result, options.out, "mindspeed-tpi demo", MUST_HAPPEN)
+
+
+def show(result: driver.Result, out: Path, command: str, must_happen: tuple[str, ...]) -> int:
+    """Print the tables, write picture, report and JSON into `out`; the exit status of a demo.
+
+    Args:
+        must_happen: engine counters of the parity run that must not be 0.
+    """
+    out.mkdir(parents=True, exist_ok=True)
     print(report.text_table(report.rows(result)))
     print(report.text_table(report.counters_table(result)))
     print(report.verdict(result))
-    command = "mindspeed-tpi demo"
     files = {
         "logdiff.png": report.picture(result),
         "report.html": report.page(result, command).encode(),
         "result.json": json.dumps(result.to_json() | {"command": command}, indent=2).encode(),
     }
     for name, content in files.items():
-        (options.out / name).write_bytes(content)
-        print(options.out / name)
-    absent = [name for name in MUST_HAPPEN if not result.parity.rollout.meta["counters"].get(name)]
+        (out / name).write_bytes(content)
+        print(out / name)
+    absent = [name for name in must_happen if not result.parity.rollout.meta["counters"].get(name)]
     if absent:
         print(f"the demo proves too little: {', '.join(absent)} must not be 0", file=sys.stderr)
     return 0 if result.exact and not absent else 1

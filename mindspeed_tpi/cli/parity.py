@@ -1,5 +1,8 @@
 """Roll out with vLLM, recompute with Megatron-core, and compare the log-probabilities bit by bit.
 
+Layouts are key=value,key=value; keys of the trainer: tp, sp, ep, etp, cp, pp, vpp, dp, cp_type=p2p|allgather|a2a,
+dispatcher=alltoall|allgather; of the rollout engine: tp, ep, dp. The ranks are started by this command.
+
 Exit status: 0 every token's logdiff is 0, 1 not, 2 bad input, 3 an engine failed.
 """
 
@@ -14,7 +17,9 @@ from pathlib import Path
 from mindspeed_tpi.errors import InputError
 from mindspeed_tpi.parallel.layout import Layout
 from mindspeed_tpi.parity import driver, prompts, report
+from mindspeed_tpi.parity.megatron import check_model
 from mindspeed_tpi.parity.request import DTYPES, EngineOptions, Request
+from mindspeed_tpi.profiles import Profile
 
 _ENGINE = EngineOptions()
 
@@ -41,6 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=DTYPES, default="bfloat16", help="of weights and activations (default %(default)s)")
     add("--train", default="tp=1", metavar="LAYOUT", help='layout of the trainer (default "%(default)s")')
     add("--rollout", default="tp=1", metavar="LAYOUT", help='layout of the rollout engine (default "%(default)s")')
+    add(
+        "--matrix",
+        metavar="LAYOUTS",
+        help='every training layout against every rollout layout: "tp=1 tp=2,sp=1 x tp=1 tp=2", or a file that holds this',
+    )
     add("--stock", action="store_true", help="also run both engines with their own numerics")
     add("--json", type=Path, metavar="OUT", help="write the result as JSON")
     add("--report", type=Path, metavar="OUT.html", help="write a self-contained HTML report")
@@ -65,6 +75,8 @@ def run(options: argparse.Namespace) -> int:
             raise InputError(f"cannot write {path}: its directory does not exist; create it first")
     if options.report:
         report.require_matplotlib()
+    if options.matrix:
+        return _run_matrix(options, request)
     result = driver.run(
         request, stock=request if options.stock else None, announce=lambda line: print(line, file=sys.stderr)
     )
@@ -76,6 +88,49 @@ def run(options: argparse.Namespace) -> int:
     if options.report:
         options.report.write_text(report.page(result, command), encoding="utf-8")
     return 0 if result.exact else 1
+
+
+def _run_matrix(options: argparse.Namespace, request: Request) -> int:
+    trains, rollouts = _layouts(options)
+    matrix = driver.run_matrix(request, trains, rollouts, announce=lambda line: print(line, file=sys.stderr))
+    print(report.text_table(report.grid(matrix)))
+    print(report.matrix_verdict(matrix))
+    command = shlex.join(["mindspeed-tpi", *sys.argv[1:]])
+    if options.json:
+        options.json.write_text(json.dumps(matrix.to_json() | {"command": command}, indent=2) + "\n", encoding="utf-8")
+    if options.report:
+        options.report.write_text(report.matrix_page(matrix, command), encoding="utf-8")
+    return 0 if matrix.exact else 1
+
+
+def _layouts(options: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """Training and rollout layouts of this command, in canonical form, each checked against the model.
+
+    Raises:
+        InputError: a matrix that cannot be read.
+        LayoutError: a layout that a side or the model cannot have.
+    """
+    sides = [[options.train], [options.rollout]]
+    if options.matrix:
+        if options.stock or (options.train, options.rollout) != ("tp=1", "tp=1"):
+            raise InputError(
+                "--matrix holds the layouts of both sides and runs no stock; leave --train, --rollout, --stock out"
+            )
+        file = Path(options.matrix)
+        words = (file.read_text(encoding="utf-8") if file.is_file() else options.matrix).split()
+        if words.count("x") != 1 or "x" in (words[0], words[-1]):
+            raise InputError(
+                f"--matrix {options.matrix!r} is neither a file nor training layouts, x, rollout layouts; "
+                'write for example "tp=1 tp=2,sp=1 x tp=1 tp=2"'
+            )
+        middle = words.index("x")
+        sides = [words[:middle], words[middle + 1 :]]
+    trains = [Layout.parse(text, "train") for text in sides[0]]
+    rollouts = [Layout.parse(text, "rollout") for text in sides[1]]
+    for layout in trains:
+        if layout.ranks > 1:
+            check_model(Profile.load(options.model), layout)
+    return list(dict.fromkeys(map(str, trains))), list(dict.fromkeys(map(str, rollouts)))
 
 
 def build_request(options: argparse.Namespace) -> Request:
@@ -96,14 +151,15 @@ def build_request(options: argparse.Namespace) -> Request:
             f"--max-num-batched-tokens {options.max_num_batched_tokens} is less than --max-num-seqs {options.max_num_seqs}, "
             "but every running request takes a token a step; raise it"
         )
+    trains, rollouts = _layouts(options)
     return Request(
         model=options.model,
         prompts=tuple(chosen),
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
         dtype=options.dtype,
-        train=str(Layout.parse(options.train, "train")),
-        rollout=str(Layout.parse(options.rollout, "rollout")),
+        train=trains[0],
+        rollout=rollouts[0],
         seed=options.seed,
         engine=EngineOptions(
             max_num_seqs=options.max_num_seqs,

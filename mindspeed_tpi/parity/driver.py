@@ -22,6 +22,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from mindspeed_tpi.errors import InputError, ParityError
+from mindspeed_tpi.parallel.layout import Layout
 from mindspeed_tpi.parity.compare import Comparison, compare
 from mindspeed_tpi.parity.request import Request
 from mindspeed_tpi.parity.rollout import Rollout
@@ -112,6 +113,34 @@ class Result:
         return self.parity.to_json() | ({"stock": self.stock.to_json()} if self.stock else {})
 
 
+@dataclass(frozen=True)
+class Matrix:
+    """Parity of every training layout with every rollout layout.
+
+    Attributes:
+        trains, rollouts: layouts. runs: [training layout][rollout layout].
+    """
+
+    trains: tuple[str, ...]
+    rollouts: tuple[str, ...]
+    runs: tuple[tuple[Run, ...], ...]
+
+    @property
+    def exact(self) -> bool:
+        """Whether every token of every run has logdiff 0."""
+        return all(run.comparison.exact for row in self.runs for run in row)
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON document of `mindspeed-tpi parity --matrix --json`."""
+        return {
+            "exact": self.exact,
+            "train": list(self.trains),
+            "rollout": list(self.rollouts),
+            "nonzero": [[run.comparison.nonzero for run in row] for row in self.runs],
+            "runs": [run.to_json() for row in self.runs for run in row],
+        }
+
+
 def run(
     request: Request,
     *,
@@ -138,52 +167,114 @@ def run(
         return Result(*[pair.run(announce) for pair in pairs][::-1])
 
 
+def run_matrix(
+    request: Request,
+    trains: Sequence[str],
+    rollouts: Sequence[str],
+    *,
+    launch: Launcher | None = None,
+    announce: Callable[[str], None] = lambda _: None,
+) -> Matrix:
+    """Every training layout against every rollout layout; each rollout is made once.
+
+    Raises:
+        InputError: an engine refused the request; its own message.
+        EngineFailure: an engine failed.
+    """
+    grid = []
+    for rollout in rollouts:
+        wanted = replace(request, stock=False, rollout=rollout, train=trains[0])
+        with tempfile.TemporaryDirectory(prefix="mindspeed-tpi-") as directory, ExitStack() as running:
+            pair = _Pair(wanted, Path(directory), launch or EngineProcess, running)
+            grid.append([pair.run(announce), *(pair.recompute(train, announce) for train in trains[1:])])
+    return Matrix(tuple(trains), tuple(rollouts), tuple(zip(*grid, strict=True)))
+
+
 class _Pair:
-    """The two processes of one request: the engine waits for the request's file, the trainer for the record's."""
+    """The processes of one rollout: the engine waits for the request's file, the trainer for the record's."""
 
     def __init__(self, request: Request, directory: Path, launch: Launcher, running: ExitStack) -> None:
         self._request = request
         self._kind = "stock" if request.stock else "parity"
         self._folder = folder = directory / self._kind
         folder.mkdir()
-        self._asked, self._record, self._answer = (folder / n for n in ("request.json", "rollout", "answer"))
-        environment = {**os.environ, "MINDSPEED_TPI": "0" if request.stock else "strict"}
+        self._asked, self._partial, self._record = (folder / n for n in ("request.json", "partial", "rollout"))
+        self._environment = {**os.environ, "MINDSPEED_TPI": "0" if request.stock else "strict"}
+        self._launch, self._running = launch, running
+        self._rollout: Rollout | None = None
+        self._rollout_seconds = 0.0
+        self._engine = self._start("engine", [self._asked, self._partial], self._environment)
+        self._trainer = self._start_trainer(request.train)
 
-        def start(side: str, *arguments: Path) -> Process:
-            command = [sys.executable, "-m", f"mindspeed_tpi.parity.{side}", *map(str, arguments), "--wait"]
-            process = launch([*command, "--progress"], environment, folder / f"{side}.log")
-            running.callback(process.end)
-            return process
+    def _start(
+        self, side: str, files: list[Path], environment: Mapping[str, str], name: str = "", ranks: int = 1
+    ) -> Process:
+        module = f"mindspeed_tpi.parity.{side}"
+        job = [module] if ranks == 1 else ["mindspeed_tpi.parity.process", str(ranks), module]
+        command = [sys.executable, "-m", *job, *map(str, files), "--wait", "--progress"]
+        process = self._launch(command, environment, self._folder / f"{name or side}.log")
+        self._running.callback(process.end)
+        return process
 
-        self._engine = start("engine", self._asked, folder / "partial")
-        self._trainer = start("trainer", self._asked, self._record, self._answer)
+    def _start_trainer(self, train: str) -> Process:
+        """A trainer of a layout; it begins as soon as the rollout is there."""
+        ranks = Layout.parse(train, "train").ranks
+        asked = self._folder / f"{_file_name(train)}.json"
+        asked.write_text(replace(self._request, train=train).to_json(), encoding="utf-8")
+        threads = int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
+        environment = (
+            {**self._environment, "OMP_NUM_THREADS": str(max(1, threads // ranks))} if ranks > 1 else self._environment
+        )
+        return self._start("trainer", [asked, self._record, self._answer(train)], environment, _file_name(train), ranks)
+
+    def _answer(self, train: str) -> Path:
+        return self._folder / f"{_file_name(train)}.answer"
 
     def run(self, announce: Callable[[str], None]) -> Run:
-        request, partial = self._request, self._folder / "partial"
+        """Roll out, then recompute in the request's training layout."""
+        request = self._request
         written = self._folder / "written"
         written.write_text(request.to_json(), encoding="utf-8")
         written.rename(self._asked)
-        wall = {"rollout": self._finish("engine", self._engine, partial, announce)}
-        partial.rename(self._record)
-        wall["train"] = self._finish("trainer", self._trainer, self._answer, announce)
-        rollout = Rollout.load(self._record)
-        logprobs, meta = _read_answer(self._answer)
-        expected = len(request.prompts) * request.max_new_tokens * (1 + len(request.weight_updates))
-        return Run(request, rollout, meta, compare(rollout, logprobs, expected), wall)
+        where = f" ({request.rollout})" if request.rollout else ""
+        self._rollout_seconds = self._finish("engine", where, "engine.log", self._engine, self._partial, announce)
+        self._partial.rename(self._record)
+        self._rollout = Rollout.load(self._record)
+        return self._compare(request.train, self._trainer, announce)
 
-    def _finish(self, side: str, process: Process, output: Path, announce: Callable[[str], None]) -> float:
+    def recompute(self, train: str, announce: Callable[[str], None]) -> Run:
+        """Recompute the same rollout in another training layout."""
+        return self._compare(train, self._start_trainer(train), announce)
+
+    def _compare(self, train: str, trainer: Process, announce: Callable[[str], None]) -> Run:
+        assert self._rollout is not None
+        request, answer = replace(self._request, train=train), self._answer(train)
+        where = f" ({train})" if train else ""
+        seconds = self._finish("trainer", where, f"{_file_name(train)}.log", trainer, answer, announce)
+        logprobs, meta = _read_answer(answer)
+        expected = len(request.prompts) * request.max_new_tokens * (1 + len(request.weight_updates))
+        wall = {"rollout": self._rollout_seconds, "train": seconds}
+        return Run(request, self._rollout, meta, compare(self._rollout, logprobs, expected), wall)
+
+    def _finish(
+        self, side: str, where: str, log_name: str, process: Process, output: Path, announce: Callable[[str], None]
+    ) -> float:
         """Seconds until the process ended well."""
-        announce(f"{self._kind} {side}: {_UPSTREAMS[side]}")
+        announce(f"{self._kind} {side}: {_UPSTREAMS[side]}{where}")
         started = time.perf_counter()
         status = process.wait()
-        log = self._folder / f"{side}.log"
+        log = self._folder / log_name
         if status == 2:
-            raise InputError(_last_line(log))
+            raise InputError(_refusal(log))
         if status or not output.is_file():
             ended = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
             what = ended if status else f"{ended}, but it wrote no result"
-            raise EngineFailure(f"the {self._kind} {side} failed ({what}); the end of its log:\n{_tail(log)}")
+            raise EngineFailure(f"the {self._kind} {side}{where} failed ({what}); the end of its log:\n{_tail(log)}")
         return time.perf_counter() - started
+
+
+def _file_name(train: str) -> str:
+    return f"trainer {train}".strip()
 
 
 def _read_answer(path: Path) -> tuple[Tensor, dict[str, Any]]:
@@ -260,5 +351,8 @@ def _tail(log: Path) -> str:
     return "\n".join(f"  {line}" for line in _lines(log)[-TAIL_LINES:])
 
 
-def _last_line(log: Path) -> str:
-    return (_lines(log) or ["error: refused without a reason"])[-1].removeprefix("error: ")
+def _refusal(log: Path) -> str:
+    """The last error that a process reported, for its user to read."""
+    lines = _lines(log)
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return (errors or lines or ["refused without a reason"])[-1]

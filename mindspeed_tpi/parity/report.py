@@ -11,7 +11,7 @@ from typing import Any
 
 from mindspeed_tpi import __version__, versions
 from mindspeed_tpi.errors import InputError
-from mindspeed_tpi.parity.driver import Result, Run
+from mindspeed_tpi.parity.driver import Matrix, Result, Run
 
 _COLOURS = {"stock": "#d1495b", "parity": "#1f5fa8"}
 _CSS = """
@@ -75,6 +75,26 @@ def counters_table(result: Result) -> list[list[str]]:
         ["engine counter", *found],
         *([n, *(str(r.rollout.meta["counters"].get(n, "")) for r in found.values())] for n in names),
     ]
+
+
+def grid(matrix: Matrix) -> list[list[str]]:
+    """Cells of the matrix, header first: tokens that differ, `0` where parity is exact."""
+    cells = [[_cell(run) for run in row] for row in matrix.runs]
+    return [["train \\ rollout", *matrix.rollouts], *([t, *row] for t, row in zip(matrix.trains, cells, strict=True))]
+
+
+def _cell(run: Run) -> str:
+    c = run.comparison
+    return f"{c.nonzero}" + (f" + {c.missing} missing" if c.missing else "" if c.tokens else "no token")
+
+
+def matrix_verdict(matrix: Matrix) -> str:
+    """One sentence."""
+    runs = [run for row in matrix.runs for run in row]
+    if matrix.exact:
+        tokens = sum(run.comparison.tokens for run in runs)
+        return f"logdiff is exactly 0 on all {tokens} tokens of {len(runs)} combinations"
+    return f"not exact: {sum(not run.comparison.exact for run in runs)} of {len(runs)} combinations differ"
 
 
 def require_matplotlib() -> None:
@@ -178,12 +198,43 @@ def page(result: Result, command: str) -> str:
         ("Versions", _html_pairs(installed)),
         ("Command", f"<pre>{html.escape(command)}</pre>"),
     ]
+    note = "logdiff = training logprob − rollout logprob, per sampled token, in float32; equality is judged on bits."
+    return _document(state, verdict(result), note, sections)
+
+
+def matrix_page(matrix: Matrix, command: str) -> str:
+    """One HTML document of a matrix that needs no other file.
+
+    Args:
+        command: the command line, as text.
+    """
+    first = matrix.runs[0][0]
+    contract = first.contract or {"fingerprint": "none", "constants": {}}
+    setting = {
+        "model": first.request.model,
+        "dtype": first.request.dtype,
+        "prompts": len(first.request.prompts),
+        "new tokens per prompt": first.request.max_new_tokens,
+        "temperature": first.request.temperature,
+    }
+    fingerprint = f"<p>fingerprint <code>{contract['fingerprint']}</code></p>"
+    sections = [
+        ("Tokens that differ", _html_table(grid(matrix))),
+        ("Settings", _html_pairs(setting)),
+        ("Numerics contract", fingerprint + _html_pairs(contract["constants"])),
+        ("Command", f"<pre>{html.escape(command)}</pre>"),
+    ]
+    note = "Rows: layouts of the trainer; columns: layouts of the rollout engine; every cell counts tokens whose logprobs differ."
+    return _document("exact" if matrix.exact else "inexact", matrix_verdict(matrix), note, sections)
+
+
+def _document(state: str, said: str, note: str, sections: Sequence[tuple[str, str]]) -> str:
     body = "\n".join(f"<h2>{html.escape(title)}</h2>\n{content}" for title, content in sections)
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>Training–inference parity</title>'
         f"<style>{_CSS}</style></head><body>\n<h1>Training–inference parity</h1>\n"
-        f'<p class="{state}"><strong>{html.escape(verdict(result))}</strong></p>\n'
-        "<p>logdiff = training logprob − rollout logprob, per sampled token, in float32; equality is judged on bits.</p>\n"
+        f'<p class="{state}"><strong>{html.escape(said)}</strong></p>\n'
+        f"<p>{html.escape(note)}</p>\n"
         f"{body}\n</body></html>\n"
     )
 

@@ -172,7 +172,10 @@ class Trainer:
         temperature = _temperature(rollout, self.request)
         for chunk in self.chunks:
             chunk.eval()
-        with torch.no_grad(), tqdm(total=len(sequences), unit="seq", disable=not progress, desc="recompute") as bar:
+        with (
+            torch.no_grad(),
+            tqdm(total=len(sequences), unit="seq", disable=not (progress and _leads()), desc="recompute") as bar,
+        ):
 
             def keep(batch: Batch, loss: Tensor, positions: Tensor) -> Tensor:
                 for row, length, line in zip(batch.rows, batch.lengths, loss if _reports() else (), strict=False):
@@ -461,6 +464,14 @@ def _reports() -> bool:
     from megatron.core import parallel_state
 
     return parallel_state.get_tensor_model_parallel_rank() == 0  # type: ignore[no-any-return]
+
+
+def _leads() -> bool:
+    """Whether this is the first of the ranks that see losses."""
+    from megatron.core import parallel_state
+
+    groups = parallel_state.get_data_parallel_rank(with_context_parallel=True), not _reports()
+    return parallel_state.is_pipeline_last_stage(ignore_virtual=True) and not any(groups)
 
 
 def _assemble(result: Tensor, seen: Tensor, starts: list[int]) -> Tensor:

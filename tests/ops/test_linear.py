@@ -139,6 +139,16 @@ def test_ranks_that_own_spans_give_the_same_bias_gradient(data: st.DataObject) -
 
 
 @given(st.data())
+def test_a_tree_over_ranks_may_be_taken_in_two_steps(data: st.DataObject) -> None:
+    """Expert-tensor-parallel ranks inside tensor-parallel ones: aligned groups are subtrees."""
+    s = cases.Drawn(data)
+    parts, bias, dtype = cases.tree_sum(s).args
+    groups = parts.split(1 << s.integer(0, len(parts).bit_length() - 1))
+    roots = torch.stack([cpu.tree_sum(group, None, torch.float32) for group in groups])
+    assert_same_bits(cpu.tree_sum(roots, bias, dtype), cpu.tree_sum(parts, bias, dtype))
+
+
+@given(st.data())
 def test_a_row_continues_over_parts_of_its_spans(data: st.DataObject) -> None:
     s = cases.Drawn(data)
     dtype, parts, spans = s.choice(cases.DTYPES), s.choice((2, 4, 8)), 8

@@ -11,6 +11,7 @@ from mindspeed_tpi import contract
 from mindspeed_tpi.errors import BackendError
 from mindspeed_tpi.ops.backends import cpu, reference
 from tests.ops import cases
+from tests.ops.accuracy import assert_near
 from tests.ops.bits import assert_same_bits, bits
 from tests.ops.equality import check_drawn
 
@@ -123,11 +124,29 @@ def test_ties_go_to_the_smaller_id() -> None:
         assert ids.tolist() == [[0, 1]]
 
 
-@pytest.mark.parametrize("backend", [cpu, reference])
-@pytest.mark.parametrize("score", ("softmax", "sigmoid"))
-def test_nan_logits(backend: object, score: str) -> None:
+@given(st.data())
+def test_a_nan_logit_is_refused(data: st.DataObject) -> None:
+    s = cases.Drawn(data)
+    backend, backward = s.choice((cpu, reference)), s.choice((True, False))
+    case = (cases.moe_route_backward if backward else cases.moe_route)(s)
+    logits = case.args[1 if backward else 0].clone()
+    if not logits.numel():
+        return
+    logits.view(-1)[s.integer(0, logits.numel() - 1)] = float("nan")
+    args = (case.args[0], logits, *case.args[2:]) if backward else (logits, *case.args[1:])
     with pytest.raises(BackendError, match="NaN"):
-        backend.moe_route(torch.tensor([[1.0, float("nan"), 2.0]]), None, 1, score, True, 1, 1, 1.0, 0.0)
+        getattr(backend, case.operator)(*args)
+
+
+@given(st.data())
+def test_the_weights_of_all_experts_sum_to_the_scaling(data: st.DataObject) -> None:
+    """k = E, renormalized: the ids are all experts in order, and the weights a partition of the scaling."""
+    s = cases.Drawn(data)
+    score, experts = s.choice(("softmax", "sigmoid")), s.integer(1, 70)
+    logits = cases.values(s, (s.integer(1, 4), experts), torch.float32, ("normal",))
+    weights, ids = cpu.moe_route(logits, None, experts, score, True, 1, 1, 2.5, 0.0)
+    assert torch.equal(ids, torch.arange(experts, dtype=torch.int32).expand(ids.shape))
+    assert_near(weights.sum(-1), torch.full((len(ids),), 2.5).double(), 2.5, 2 * experts + 4)
 
 
 @pytest.mark.parametrize("backend", [cpu, reference])

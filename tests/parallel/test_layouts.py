@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from mindspeed_tpi.parallel.layout import Layout
-from tests.models import write_model
+from tests.models import random_prompts, write_model
 from tests.parallel.trainers import VOCAB
+from tests.parity.conftest import run_jobs
 
 DENSE = {
     1: ["tp=1"],
@@ -64,6 +65,31 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "config": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     },
 }
+ENGINES = {"qwen3": ["tp=1", "tp=2"], "qwen3-moe": ["tp=1", "tp=2", "tp=2,ep=2"]}
+"""Rollout layouts of the hard models of notes/upstream-hooks.md; the MoE one has tied experts and one that no token uses."""
+GRID = {
+    "qwen3": {
+        1: ["tp=1"],
+        2: ["tp=2", "tp=2,sp=1", "pp=2", "pp=2,vpp=2", "dp=2", "cp=2", "cp=2,cp_type=allgather", "cp=2,cp_type=a2a"],
+        4: ["tp=2,sp=1,pp=2", "tp=2,cp=2", "tp=2,sp=1,dp=2", "cp=4"],
+    },
+    "qwen3-moe": {
+        1: ["tp=1"],
+        2: [
+            "tp=2",
+            "tp=2,sp=1",
+            "dp=2,ep=2",
+            "tp=2,sp=1,ep=2",
+            "tp=2,sp=1,etp=2",
+            "tp=2,sp=1,ep=2,dispatcher=allgather",
+            "cp=2,ep=2",
+            "pp=2",
+            "pp=2,vpp=2",
+        ],
+        4: ["tp=2,sp=1,dp=2,ep=4", "tp=2,sp=1,dp=2,ep=2,etp=2", "tp=2,sp=1,pp=2,ep=2", "cp=2,dp=2,ep=4"],
+    },
+}
+ENGINE = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "block_size": 32, "max_model_len": 256}
 Result = dict[str, Any]
 
 
@@ -74,7 +100,12 @@ def jobs_of(world: int) -> dict[str, dict[str, Any]]:
         for layout in layouts[world]
     }
     extra = {name: job for name, job in SETTINGS.items() if Layout.parse(job["train"], "train").ranks == world}
-    return jobs | extra
+    grid = {
+        f"hard {model} {layout}": {"model": model, "train": layout, "rollouts": ENGINES[model]}
+        for model, layouts in GRID.items()
+        for layout in layouts[world]
+    }
+    return jobs | extra | grid
 
 
 def promise(job: dict[str, Any]) -> tuple[Any, ...]:
@@ -86,21 +117,49 @@ def promise(job: dict[str, Any]) -> tuple[Any, ...]:
 
 
 @pytest.fixture(scope="session")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, Result]]:
+def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], str]:
+    """(model, rollout layout) → record of a real engine."""
+    directory = tmp_path_factory.mktemp("engines")
+    files, jobs = {}, []
+    for model, layouts in ENGINES.items():
+        path = write_model(directory / model, model)
+        for layout in layouts:
+            files[model, layout] = str(directory / f"{model} {layout}")
+            request = {
+                "model": str(path),
+                "prompts": random_prompts([1, 5, 33, 64, 100, 130], shared=40, seed=5),
+                "max_new_tokens": 10,
+                "temperature": 1.0,
+                "rollout": layout,
+                "engine": ENGINE,
+            }
+            jobs.append({"request": request, "out": files[model, layout]})
+    run_jobs(jobs, directory)
+    return files
+
+
+@pytest.fixture(scope="session")
+def results(
+    tmp_path_factory: pytest.TempPathFactory, engines: dict[tuple[str, str], str]
+) -> Callable[[int], dict[str, Result]]:
     directory = tmp_path_factory.mktemp("layouts")
     done: dict[int, dict[str, Result]] = {}
 
     def of(world: int) -> dict[str, Result]:
         if world not in done:
-            done[world] = _launch(directory, world)
+            done[world] = _launch(directory, world, engines)
         return done[world]
 
     return of
 
 
-def _launch(directory: Path, world: int) -> dict[str, Result]:
+def _launch(directory: Path, world: int, engines: dict[tuple[str, str], str]) -> dict[str, Result]:
     jobs = []
     for name, job in jobs_of(world).items():
+        if "rollouts" in job:
+            files = [engines[job["model"], layout] for layout in job["rollouts"]]
+            jobs.append({**job, "name": name, "model": str(Path(files[0]).parent / job["model"]), "rollouts": files})
+            continue
         path = directory / job["model"]
         if not path.exists():
             sizes = {"layers": 4, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 96, "vocab": VOCAB}
@@ -117,7 +176,17 @@ def _launch(directory: Path, world: int) -> dict[str, Result]:
     return found
 
 
-ALL = [(world, name) for world in (1, 2, 4) for name in jobs_of(world)]
+ALL = [(world, name) for world in (1, 2, 4) for name, job in jobs_of(world).items() if "rollouts" not in job]
+HARD = [(world, name) for world in (1, 2, 4) for name, job in jobs_of(world).items() if "rollouts" in job]
+
+
+@pytest.mark.parametrize(("world", "name"), HARD, ids=[name for _, name in HARD])
+def test_engines(results: Callable[[int], dict[str, Result]], world: int, name: str) -> None:
+    """Megatron-core in this layout against vLLM in each of its layouts: every logdiff is 0."""
+    got = results(world)[name]
+    assert "error" not in got, got["error"]
+    assert len(got["differ"]) == len(jobs_of(world)[name]["rollouts"])
+    assert {counts for counts in got["differ"].values()} == {(0, 60)}
 
 
 @pytest.mark.parametrize(("world", "name"), ALL, ids=[name for _, name in ALL])

@@ -2,7 +2,8 @@
 
     python -m torch.distributed.run --nproc-per-node N -m tests.parallel.trainers JOBS.json OUT.pt
 
-JOBS holds a list of {name, model, train, micro_batch, recompute}; OUT a dictionary name → result of rank 0.
+JOBS holds a list of {name, model, train, micro_batch, config} or {name, model, train, rollouts}; OUT a dictionary
+name → result of rank 0.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mindspeed_tpi.parity.compare import compare
 from mindspeed_tpi.parity.request import Request
+from mindspeed_tpi.parity.rollout import Rollout
 from mindspeed_tpi.parity.trainer import Trainer
 from tests.models import random_prompts
 from tests.rollout_records import record
@@ -27,20 +30,25 @@ VOCAB = 100
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """Log-probabilities, gradient hashes and, after an AdamW step, weight hashes of a layout."""
+    """Of a layout: how it compares with engines' records; or log-probabilities, gradient hashes and, after an AdamW step,
+    weight hashes."""
     trainer = Trainer(Request(job["model"], ((1, 2),), dtype=job.get("dtype", "bfloat16"), train=job["train"]))
     for chunk in trainer.chunks:
         for name, value in job.get("config", {}).items():
             setattr(chunk.config, name, value)
             setattr(chunk.decoder.config, name, value)
+    if "rollouts" in job:
+        return {"differ": {path: _compare(trainer, Rollout.load(path)) for path in job["rollouts"]}}
     rollout = record(random_prompts(LENGTHS, vocab=VOCAB, seed=3), trainer.contract)
     logprobs = trainer.logprobs(rollout, micro_batch=job.get("micro_batch"))
-    result: dict[str, Any] = {"logprobs": logprobs}
-    if job.get("backward", True):
-        result["loss"] = trainer.train_step(rollout, micro_batch=job.get("micro_batch") or 1)
-        result["gradients"] = trainer.gradient_hashes()
-        result["weights"] = trainer.weight_hashes()
-    return result
+    trainer.train_step(rollout, micro_batch=job.get("micro_batch") or 1)
+    return {"logprobs": logprobs, "gradients": trainer.gradient_hashes(), "weights": trainer.weight_hashes()}
+
+
+def _compare(trainer: Trainer, rollout: Rollout) -> tuple[int, int]:
+    """(sampled tokens that differ from an engine's record, sampled tokens)."""
+    found = compare(rollout, trainer.logprobs(rollout), int(rollout.generated.sum()))
+    return found.nonzero + found.nan + found.missing, found.tokens
 
 
 def main() -> None:

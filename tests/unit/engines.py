@@ -26,6 +26,11 @@ def write_config(path: Path, **changes: Any) -> Path:
     return path
 
 
+def module_of(command: Sequence[str]) -> str:
+    """`engine` or `trainer`, started as one process or as several ranks."""
+    return [text.rpartition(".")[2] for text in command if text.startswith("mindspeed_tpi.parity.")][-1]
+
+
 @dataclass
 class Engines:
     """A launcher: parity runs agree exactly, stock runs differ by 0.25 on every token. The work is done by `wait`.
@@ -47,8 +52,8 @@ class Engines:
         return Engine(self, command, environment, log)
 
     def work(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> int:
-        module = command[2].rpartition(".")[2]
-        files = [Path(text) for text in command[3:] if not text.startswith("--")]
+        module = module_of(command)
+        files = [Path(text) for text in command[command.index(f"mindspeed_tpi.parity.{module}") + 1 :][:3]]
         request = Request.load(files[0])
         self.seen.append((module, environment, request))
         if self.fail and self.fail[0] == module:
@@ -100,4 +105,4 @@ class Engine:
         return self.engines.work(self.command, self.environment, self.log)
 
     def end(self) -> None:
-        self.engines.ended.append(self.command[2].rpartition(".")[2])
+        self.engines.ended.append(module_of(self.command))
