@@ -29,13 +29,9 @@ Model: TypeAlias = torch.nn.Module | Sequence[torch.nn.Module]
 _REDUNDANT = (".rotary_emb.inv_freq",)  # buffers that old checkpoints carry; made anew from the configuration
 
 
-def _itself(value: Tensor) -> Tensor:
-    return value
-
-
 @dataclass(frozen=True)
 class Entry:
-    """One Megatron-core parameter (or one expert's part of it) and the Hugging Face tensors it is made of.
+    """One Megatron-core parameter and the Hugging Face tensors it is made of.
 
     Attributes:
         parameter: the parameter or persistent buffer, as this rank holds it.
@@ -45,7 +41,6 @@ class Entry:
         dim: dimension that is sharded over `group`; None: every rank holds all of it.
         parts: runs along `dim` that are sharded separately (gate and up).
         group: process group over which it is sharded; None: this process alone.
-        local: a tensor of the parameter's shape → this entry's part of it (a view).
         vocabulary: rows are token ids: a checkpoint may hold more of them, which are padding.
     """
 
@@ -57,7 +52,6 @@ class Entry:
     dim: int | None = None
     parts: int = 1
     group: Any = None
-    local: Callable[[Tensor], Tensor] = _itself
     vocabulary: bool = False
 
     def shard(self, whole: Tensor) -> Tensor:
@@ -69,7 +63,7 @@ class Entry:
 
     def gather(self, value: Tensor) -> Tensor:
         """The whole of a tensor sharded as the parameter is; every rank of the group calls it."""
-        mine = self.local(value).contiguous()
+        mine = value.contiguous()
         if self.dim is None or tree.size(self.group) == 1:
             return mine
         shards = tree.gather(mine.view(torch.uint8), self.group).view(mine.dtype)
@@ -103,7 +97,7 @@ def load(model: Model, checkpoint: str | Path) -> None:
         _check_names(mapping, set(sources), Path(checkpoint), names)
         for entry in mapping:
             parts = [sources[name].read(name, shape, entry.vocabulary) for name, shape in entry.tensors]
-            entry.local(entry.parameter.detach()).copy_(entry.shard(entry.merge(parts)))
+            entry.parameter.copy_(entry.shard(entry.merge(parts)))
 
 
 def hf_tensors(model: Model, value: Callable[[Tensor], Tensor | None] = Tensor.detach) -> Iterator[tuple[str, Tensor]]:
@@ -245,7 +239,6 @@ _MODEL = {
 _DIM = {"qkv": 0, "gate_up": 0, "vocabulary": 0, "row": 1}
 _LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT_NAME = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12]\.weight)")
-_GROUPED_NAME = re.compile(r"mlp\.experts\.weight([12])")
 
 
 def _chunk_entries(model: Any) -> list[Entry]:
@@ -277,15 +270,6 @@ def _chunk_entries(model: Any) -> list[Entry]:
             hf_names, kind = ((gate, up), "gate_up") if expert[2] == "linear_fc1.weight" else ((down,), "row")
             whole = f"{prefix}{number}.mlp.experts.{index}.{expert[2]}"
             found.append(_entry(parameter, whole, tuple(where + n for n in hf_names), kind, config, expert_tp))
-        elif grouped := _GROUPED_NAME.fullmatch(local):
-            for row, index in enumerate(layer.mlp.local_expert_indices):
-                gate, up, down = names.expert(index)
-                hf_names, kind = ((gate, up), "gate_up") if grouped[1] == "1" else ((down,), "row")
-                part = _grouped_part(grouped[1], len(layer.mlp.local_expert_indices), config.hidden_size, row)
-                whole = f"{prefix}{number}.mlp.experts.{index}.linear_fc{grouped[1]}.weight"
-                found.append(
-                    _entry(parameter, whole, tuple(where + n for n in hf_names), kind, config, expert_tp, local=part)
-                )
         else:
             known = _LAYER | _moe_layer(names)
             if local not in known:
@@ -313,16 +297,6 @@ def _moe_layer(names: _Names) -> dict[str, tuple[tuple[str, ...], str]]:
     }
 
 
-def _grouped_part(which: str, experts: int, hidden: int, row: int) -> Callable[[Tensor], Tensor]:
-    """One expert in GroupedMLP's weight1 [hidden, experts · 2F] or weight2 [experts · F, hidden], as [out, in]."""
-
-    def part(value: Tensor) -> Tensor:
-        shape = (experts, hidden, -1) if which == "1" else (experts, -1, hidden)
-        return value.view(shape)[row].t()
-
-    return part
-
-
 def _entry(
     parameter: Tensor,
     name: str,
@@ -332,11 +306,10 @@ def _entry(
     group: Any,
     *,
     vocabulary: int = 0,
-    local: Callable[[Tensor], Tensor] = _itself,
 ) -> Entry:
     """The entry of a parameter that is merged and sharded as `kind` says."""
     dim = _DIM.get(kind)
-    shape = list(local(parameter.detach()).shape)
+    shape = list(parameter.shape)
     if dim is not None:
         shape[dim] *= tree.size(group)
     rest = tuple(shape[1:])
@@ -356,7 +329,7 @@ def _entry(
         merge, split = _padded(vocabulary, shape[0])
     tensors = tuple(zip(hf, shapes, strict=True))
     return Entry(
-        parameter, name, tensors, merge, split, dim, 2 if kind == "gate_up" else 1, group, local, kind == "vocabulary"
+        parameter, name, tensors, merge, split, dim, 2 if kind == "gate_up" else 1, group, kind == "vocabulary"
     )
 
 

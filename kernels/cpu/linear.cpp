@@ -73,6 +73,8 @@ void few_tokens(const Reduction& red, const float* x, const T* w, i64 ldw, i64 r
         for (int m = 0; m < M; ++m) acc[m][v] = fma(set1(x[m * red.n + k + j]), t[j], acc[m][v]);
   };
   const bool full = rows == G * W;
+  // Rows so short that the hardware's prefetcher starts late on each: the next group's are fetched ahead.
+  const bool short_rows = red.n * i64(sizeof(T)) <= 2048;
   i64 g = 0, k = 0;
   for (;; ++g) {
     const i64 end = min_of((g + 1) * red.leaf, red.n);
@@ -80,9 +82,13 @@ void few_tokens(const Reduction& red, const float* x, const T* w, i64 ldw, i64 r
     if (full) {
       for (; k + S * C <= end; k += S * C)
 #pragma GCC unroll 2
-        for (int v = 0; v < G; ++v)
+        for (int v = 0; v < G; ++v) {
+          if (short_rows && k * i64(sizeof(T)) % 64 == 0)
+#pragma GCC unroll 16
+            for (int i = 0; i < W; ++i) __builtin_prefetch(w + ((G + v) * W + i) * ldw + k);
 #pragma GCC unroll 4
           for (int s = 0; s < S; ++s) columns(v, k + s * C, C, true);
+        }
     }
     for (; k < end; k += C)
 #pragma GCC unroll 2

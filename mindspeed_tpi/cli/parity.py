@@ -128,8 +128,8 @@ def _layouts(options: argparse.Namespace) -> tuple[list[str], list[str]]:
     trains = [Layout.parse(text, "train") for text in sides[0]]
     rollouts = [Layout.parse(text, "rollout") for text in sides[1]]
     for layout in trains:
-        if layout.ranks > 1:
-            check_model(Profile.load(options.model), layout)
+        for stock in {False, options.stock} if layout.ranks > 1 else ():
+            check_model(Profile.load(options.model), layout, stock=stock)
     return list(dict.fromkeys(map(str, trains))), list(dict.fromkeys(map(str, rollouts)))
 
 

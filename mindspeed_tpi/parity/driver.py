@@ -175,106 +175,136 @@ def run_matrix(
     launch: Launcher | None = None,
     announce: Callable[[str], None] = lambda _: None,
 ) -> Matrix:
-    """Every training layout against every rollout layout; each rollout is made once.
+    """Every training layout against every rollout layout; one engine per rollout layout, one trainer job per number of ranks.
 
     Raises:
         InputError: an engine refused the request; its own message.
         EngineFailure: an engine failed.
     """
-    grid = []
-    for rollout in rollouts:
-        wanted = replace(request, stock=False, rollout=rollout, train=trains[0])
-        with tempfile.TemporaryDirectory(prefix="mindspeed-tpi-") as directory, ExitStack() as running:
-            pair = _Pair(wanted, Path(directory), launch or EngineProcess, running)
-            grid.append([pair.run(announce), *(pair.recompute(train, announce) for train in trains[1:])])
-    return Matrix(tuple(trains), tuple(rollouts), tuple(zip(*grid, strict=True)))
+    started = launch or EngineProcess
+    jobs: dict[int, list[str]] = {}
+    for train in trains:
+        jobs.setdefault(Layout.parse(train, "train").ranks, []).append(train)
+    records: dict[str, tuple[Path, Rollout, float]] = {}
+    runs: dict[tuple[str, str], Run] = {}
+    with tempfile.TemporaryDirectory(prefix="mindspeed-tpi-") as directory, ExitStack() as running:
+        for place, rollout in enumerate(rollouts):
+            folder = Path(directory) / f"rollout-{place}"
+            folder.mkdir()
+            asked, record = folder / "request.json", folder / "record"
+            wanted = replace(request, stock=False, rollout=rollout)
+            asked.write_text(wanted.to_json(), encoding="utf-8")
+            seconds = _Job(wanted, "engine", rollout, [(asked, record)], folder, started, running).finish(announce)
+            records[rollout] = record, Rollout.load(record), seconds
+        for ranks, layouts in jobs.items():
+            folder = Path(directory) / f"ranks-{ranks}"
+            folder.mkdir()
+            files, cells = [], []
+            for train in layouts:
+                for rollout, (record, _, _) in records.items():
+                    cells.append(replace(request, stock=False, rollout=rollout, train=train))
+                    asked, answer = (folder / f"{len(cells)}.{name}" for name in ("json", "answer"))
+                    asked.write_text(cells[-1].to_json(), encoding="utf-8")
+                    files.append((asked, record, answer))
+            _Job(cells[0], "trainer", "; ".join(layouts), files, folder, started, running, ranks).finish(announce)
+            for cell, (_, _, answer) in zip(cells, files, strict=True):
+                _, rollout_record, seconds = records[cell.rollout]
+                runs[cell.train, cell.rollout] = _compared(cell, rollout_record, answer, seconds)
+    return Matrix(
+        tuple(trains), tuple(rollouts), tuple(tuple(runs[train, rollout] for rollout in rollouts) for train in trains)
+    )
 
 
-class _Pair:
-    """The processes of one rollout: the engine waits for the request's file, the trainer for the record's."""
+class _Job:
+    """A started engine or trainer, which waits until its first input file exists."""
 
-    def __init__(self, request: Request, directory: Path, launch: Launcher, running: ExitStack) -> None:
-        self._request = request
-        self._kind = "stock" if request.stock else "parity"
-        self._folder = folder = directory / self._kind
-        folder.mkdir()
-        self._asked, self._partial, self._record = (folder / n for n in ("request.json", "partial", "rollout"))
-        self._environment = {**os.environ, "MINDSPEED_TPI": "0" if request.stock else "strict"}
-        self._launch, self._running = launch, running
-        self._rollout: Rollout | None = None
-        self._rollout_seconds = 0.0
-        self._engine = self._start("engine", [self._asked, self._partial], self._environment)
-        self._trainer = self._start_trainer(request.train)
-
-    def _start(
-        self, side: str, files: list[Path], environment: Mapping[str, str], name: str = "", ranks: int = 1
-    ) -> Process:
+    def __init__(
+        self,
+        request: Request,
+        side: str,
+        layouts: str,
+        files: Sequence[Sequence[Path]],
+        folder: Path,
+        launch: Launcher,
+        running: ExitStack,
+        ranks: int = 1,
+    ) -> None:
+        """Args:
+        layouts: for messages.
+        files: file arguments of each piece of work; the last is what the process writes.
+        ranks: above 1, as many processes.
+        """
+        self._what = f"{'stock' if request.stock else 'parity'} {side}"
+        self._announcement = f"{self._what}: {_UPSTREAMS[side]}{_in_brackets(layouts)}"
+        self._what += _in_brackets(layouts)
+        self._log = folder / f"{side}.log"
+        self._outputs = [file[-1] for file in files]
+        environment = {**os.environ, "MINDSPEED_TPI": "0" if request.stock else "strict"}
         module = f"mindspeed_tpi.parity.{side}"
-        job = [module] if ranks == 1 else ["mindspeed_tpi.parity.process", str(ranks), module]
-        command = [sys.executable, "-m", *job, *map(str, files), "--wait", "--progress"]
-        process = self._launch(command, environment, self._folder / f"{name or side}.log")
-        self._running.callback(process.end)
-        return process
+        job = [module]
+        if ranks > 1:
+            job = ["mindspeed_tpi.parity.process", str(ranks), module]
+            threads = int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
+            environment["OMP_NUM_THREADS"] = str(max(1, threads // ranks))
+        arguments = [str(path) for file in files for path in file]
+        command = [sys.executable, "-m", *job, *arguments, "--wait", "--progress"]
+        self._process = launch(command, environment, self._log)
+        running.callback(self._process.end)
 
-    def _start_trainer(self, train: str) -> Process:
-        """A trainer of a layout; it begins as soon as the rollout is there."""
-        ranks = Layout.parse(train, "train").ranks
-        asked = self._folder / f"{_file_name(train)}.json"
-        asked.write_text(replace(self._request, train=train).to_json(), encoding="utf-8")
-        threads = int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
-        environment = (
-            {**self._environment, "OMP_NUM_THREADS": str(max(1, threads // ranks))} if ranks > 1 else self._environment
-        )
-        return self._start("trainer", [asked, self._record, self._answer(train)], environment, _file_name(train), ranks)
+    def finish(self, announce: Callable[[str], None]) -> float:
+        """Seconds until the process ended well.
 
-    def _answer(self, train: str) -> Path:
-        return self._folder / f"{_file_name(train)}.answer"
-
-    def run(self, announce: Callable[[str], None]) -> Run:
-        """Roll out, then recompute in the request's training layout."""
-        request = self._request
-        written = self._folder / "written"
-        written.write_text(request.to_json(), encoding="utf-8")
-        written.rename(self._asked)
-        where = f" ({request.rollout})" if request.rollout else ""
-        self._rollout_seconds = self._finish("engine", where, "engine.log", self._engine, self._partial, announce)
-        self._partial.rename(self._record)
-        self._rollout = Rollout.load(self._record)
-        return self._compare(request.train, self._trainer, announce)
-
-    def recompute(self, train: str, announce: Callable[[str], None]) -> Run:
-        """Recompute the same rollout in another training layout."""
-        return self._compare(train, self._start_trainer(train), announce)
-
-    def _compare(self, train: str, trainer: Process, announce: Callable[[str], None]) -> Run:
-        assert self._rollout is not None
-        request, answer = replace(self._request, train=train), self._answer(train)
-        where = f" ({train})" if train else ""
-        seconds = self._finish("trainer", where, f"{_file_name(train)}.log", trainer, answer, announce)
-        logprobs, meta = _read_answer(answer)
-        expected = len(request.prompts) * request.max_new_tokens * (1 + len(request.weight_updates))
-        wall = {"rollout": self._rollout_seconds, "train": seconds}
-        return Run(request, self._rollout, meta, compare(self._rollout, logprobs, expected), wall)
-
-    def _finish(
-        self, side: str, where: str, log_name: str, process: Process, output: Path, announce: Callable[[str], None]
-    ) -> float:
-        """Seconds until the process ended well."""
-        announce(f"{self._kind} {side}: {_UPSTREAMS[side]}{where}")
+        Raises:
+            InputError: it refused its input.
+            EngineFailure: it ended otherwise, or wrote no result.
+        """
+        announce(self._announcement)
         started = time.perf_counter()
-        status = process.wait()
-        log = self._folder / log_name
+        status = self._process.wait()
         if status == 2:
-            raise InputError(_refusal(log))
-        if status or not output.is_file():
+            raise InputError(_refusal(self._log))
+        written = all(output.is_file() for output in self._outputs)
+        if status or not written:
             ended = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
             what = ended if status else f"{ended}, but it wrote no result"
-            raise EngineFailure(f"the {self._kind} {side}{where} failed ({what}); the end of its log:\n{_tail(log)}")
+            raise EngineFailure(f"the {self._what} failed ({what}); the end of its log:\n{_tail(self._log)}")
         return time.perf_counter() - started
 
 
-def _file_name(train: str) -> str:
-    return f"trainer {train}".strip()
+class _Pair:
+    """The two jobs of one request: the engine waits for the request's file, the trainer for the record's."""
+
+    def __init__(self, request: Request, directory: Path, launch: Launcher, running: ExitStack) -> None:
+        self._request = request
+        self._folder = folder = directory / ("stock" if request.stock else "parity")
+        folder.mkdir()
+        self._asked, self._partial, self._record, self._answer = (
+            folder / name for name in ("request.json", "partial", "rollout", "answer")
+        )
+        ranks = Layout.parse(request.train, "train").ranks
+        self._engine = _Job(request, "engine", request.rollout, [(self._asked, self._partial)], folder, launch, running)
+        files = [(self._asked, self._record, self._answer)]
+        self._trainer = _Job(request, "trainer", request.train, files, folder, launch, running, ranks)
+
+    def run(self, announce: Callable[[str], None]) -> Run:
+        written = self._folder / "written"
+        written.write_text(self._request.to_json(), encoding="utf-8")
+        written.rename(self._asked)
+        seconds = self._engine.finish(announce)
+        self._partial.rename(self._record)
+        self._trainer.finish(announce)
+        return _compared(self._request, Rollout.load(self._record), self._answer, seconds)
+
+
+def _compared(request: Request, rollout: Rollout, answer: Path, rollout_seconds: float) -> Run:
+    logprobs, meta = _read_answer(answer)
+    expected = len(request.prompts) * request.max_new_tokens * (1 + len(request.weight_updates))
+    wall = {"rollout": rollout_seconds, "train": meta["seconds"]["start"] + meta["seconds"]["recompute"]}
+    return Run(request, rollout, meta, compare(rollout, logprobs, expected), wall)
+
+
+def _in_brackets(layouts: str) -> str:
+    return f" ({layouts})" if layouts else ""
 
 
 def _read_answer(path: Path) -> tuple[Tensor, dict[str, Any]]:

@@ -140,6 +140,10 @@ def check_model(profile: Profile, layout: Layout, *, stock: bool = False) -> Non
     if profile.layers % (layout.pp * layout.vpp):
         raise _uneven(layout, "pp*vpp", f"{profile.layers} layers", profile.layers)
     if stock:
+        if layout.sp or layout.cp > 1:
+            raise LayoutError(
+                f"train layout {layout}: stock's local layers have no sequence or context parallelism; run without stock"
+            )
         if profile.vocab % layout.tp:
             raise _uneven(
                 layout, "tp", f"stock's vocabulary of {profile.vocab}, which it pads otherwise,", profile.vocab

@@ -74,7 +74,11 @@ def run_ranks(ranks: int, command: Sequence[str]) -> int:
         statuses = {rank: failure.exitcode for rank, failure in error.failures.items()}
         if 2 in statuses.values():
             return 2  # the rank has said why
-        print(f"error: {'; '.join(map(_ended, statuses, statuses.values()))}", file=sys.stderr)
+        first = {
+            rank: status for rank, status in statuses.items() if status != -signal.SIGTERM
+        }  # not those ended by us
+        failed = first or statuses
+        print(f"error: {'; '.join(map(_ended, failed, failed.values()))}", file=sys.stderr)
         return 3
     return 0
 

@@ -1,8 +1,8 @@
 """Drives the real Megatron-core: recomputes a rollout's log-probabilities, and trains a step on it.
 
-    python -m mindspeed_tpi.parity.trainer REQUEST.json ROLLOUT.safetensors OUT.safetensors
+    python -m mindspeed_tpi.parity.trainer REQUEST.json ROLLOUT.safetensors OUT.safetensors ...
 
-OUT holds `logprobs` (f32 [N], aligned with the rollout's tokens, NaN for first tokens) and a JSON document `meta`.
+Further triples of files are worked on one after the other; their layouts have as many ranks. OUT holds `logprobs` (f32 [N], aligned with the rollout's tokens, NaN for first tokens) and a JSON document `meta`.
 Exit status: 0 done, 2 bad input, 3 the engine failed. A stock run is the same command with `MINDSPEED_TPI=0` and
 `"stock": true` in the request. A layout of several ranks is started under torchrun; rank 0 writes OUT.
 """
@@ -16,6 +16,7 @@ import math
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -495,21 +496,16 @@ def _hashes(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     return {name: hashlib.sha256(t.contiguous().view(torch.uint8).numpy().data).hexdigest() for name, t in tensors}
 
 
-def run(request: Request, rollout: Rollout, progress: bool = False) -> tuple[Tensor, dict[str, Any]]:
+def run(trainer: Trainer, rollout: Rollout, progress: bool = False) -> tuple[Tensor, dict[str, Any]]:
     """(log-probabilities f32 [N], report) of a rollout."""
+    calls = Counter(ops.backends.call_counts())
     started = time.perf_counter()
-    trainer = Trainer(request)
-    ready = time.perf_counter()
     logprobs = trainer.logprobs(rollout, progress=progress)
-    seconds = time.perf_counter() - ready
+    seconds = time.perf_counter() - started
     contract = trainer.contract
     meta = {
-        "seconds": {
-            "start": ready - started,
-            "recompute": seconds,
-            "tokens_per_second": rollout.token_ids.numel() / seconds,
-        },
-        "op_calls": ops.backends.call_counts(),
+        "seconds": {"recompute": seconds, "tokens_per_second": rollout.token_ids.numel() / seconds},
+        "op_calls": dict(Counter(ops.backends.call_counts()) - calls),
         "versions": {name: found for name in versions.UPSTREAMS if (found := versions.installed(name))},
         "backend": None if contract is None else ops.backends.active().describe(),
         "fingerprint": None if contract is None else contract.fingerprint,
@@ -520,20 +516,31 @@ def run(request: Request, rollout: Rollout, progress: bool = False) -> tuple[Ten
 def main(arguments: Sequence[str] | None = None) -> int:
     """Process entry; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m mindspeed_tpi.parity.trainer", description=__doc__)
-    parser.add_argument("request", help="REQUEST.json")
-    parser.add_argument("rollout", help="rollout record")
-    parser.add_argument("out", help="safetensors file to write")
+    parser.add_argument("files", nargs="+", metavar="REQUEST ROLLOUT OUT", help="three files, or several times three")
     parser.add_argument("--progress", action="store_true", help="show a progress bar")
-    parser.add_argument("--wait", action="store_true", help="start up, then wait until the rollout record exists")
+    parser.add_argument(
+        "--wait", action="store_true", help="start up, then wait until the (first) rollout record exists"
+    )
     options = parser.parse_args(arguments)
 
     def work() -> None:
+        if len(options.files) % 3:
+            raise InputError(f"{len(options.files)} files, but three each are needed: REQUEST ROLLOUT OUT")
         if options.wait:
             import_megatron()
-            process.wait_for(Path(options.rollout))
-        logprobs, meta = run(Request.load(options.request), Rollout.load(options.rollout), options.progress)
-        if dist.get_rank() == 0:
-            save_file({"logprobs": logprobs}, options.out, metadata={"meta": json.dumps(meta, sort_keys=True)})
+            process.wait_for(Path(options.files[1]))
+        trainer = None
+        for asked, record, out in zip(options.files[::3], options.files[1::3], options.files[2::3], strict=True):
+            request = Request.load(asked)
+            started = time.perf_counter()
+            if trainer is None or replace(trainer.request, rollout=request.rollout) != request:
+                trainer = None  # frees its memory first
+                trainer = Trainer(request)
+            start = time.perf_counter() - started
+            logprobs, meta = run(trainer, Rollout.load(record), options.progress)
+            meta["seconds"]["start"] = start
+            if dist.get_rank() == 0:
+                save_file({"logprobs": logprobs}, out, metadata={"meta": json.dumps(meta, sort_keys=True)})
 
     return process.status(work)
 

@@ -39,7 +39,7 @@ class Engines:
         spoil: changes the trainer's answer of parity runs.
         fail: (module, exit status, log) of a process that fails.
         seen: (module, environment, request) of each process that was waited for.
-        ended: modules of the processes that were ended.
+        ended: modules of the processes that were ended. commands: the last command line of each module.
     """
 
     spoil: Callable[[Tensor], Tensor] = lambda logprobs: logprobs
@@ -47,25 +47,31 @@ class Engines:
     counters: dict[str, int] = field(default_factory=lambda: dict(COUNTERS))
     seen: list[tuple[str, Mapping[str, str], Request]] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
+    commands: dict[str, Sequence[str]] = field(default_factory=dict)
 
     def __call__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> Engine:
+        self.commands[module_of(command)] = command
         return Engine(self, command, environment, log)
 
     def work(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> int:
         module = module_of(command)
-        files = [Path(text) for text in command[command.index(f"mindspeed_tpi.parity.{module}") + 1 :][:3]]
-        request = Request.load(files[0])
-        self.seen.append((module, environment, request))
-        if self.fail and self.fail[0] == module:
-            log.write_text(self.fail[2])
-            return self.fail[1]
-        if module == "engine":
-            self._rollout(request).save(files[1])
-        else:
-            record = Rollout.load(files[1])
+        words = command[command.index(f"mindspeed_tpi.parity.{module}") + 1 :]
+        files = [Path(text) for text in words if not text.startswith("--")]
+        number = 2 if module == "engine" else 3
+        for work in range(0, len(files), number):
+            request = Request.load(files[work])
+            self.seen.append((module, environment, request))
+            if self.fail and self.fail[0] == module:
+                log.write_text(self.fail[2])
+                return self.fail[1]
+            if module == "engine":
+                self._rollout(request).save(files[work + 1])
+                continue
+            record = Rollout.load(files[work + 1])
             answer = record.logprobs + 0.25 if request.stock else self.spoil(record.logprobs.clone())
-            meta = {"seconds": {"recompute": 0.5}, "op_calls": {"linear": 7}, "versions": {"megatron-core": "0.16.1"}}
-            save_file({"logprobs": answer}, files[2], metadata={"meta": json.dumps(meta)})
+            seconds = {"start": 1.0, "recompute": 0.5}
+            meta = {"seconds": seconds, "op_calls": {"linear": 7}, "versions": {"megatron-core": "0.16.1"}}
+            save_file({"logprobs": answer}, files[work + 2], metadata={"meta": json.dumps(meta)})
         return 0
 
     def _rollout(self, request: Request) -> Rollout:

@@ -37,7 +37,18 @@ SCHEMA = {
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    return write_config(tmp_path / "model")
+    return write_config(tmp_path / "model", **LLAMA)
+
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}
 
 
 @pytest.fixture
@@ -100,7 +111,7 @@ def test_a_failed_engine_is_3_with_the_tail_of_its_log(
     engines.fail = ("trainer", -9, "first\n" * 50 + "progress 1\rprogress 2\nlast words\n")
     assert parity(model) == 3
     said = capsys.readouterr().err
-    assert "the parity trainer failed (killed by signal 9)" in said
+    assert "the parity trainer (tp=1) failed (killed by signal 9)" in said
     assert said.endswith("progress 2\n  last words\n") and said.count("first") < 50
     assert sorted(engines.ended) == ["engine", "trainer"]
 
@@ -137,6 +148,42 @@ def test_json_and_stock(model: Path, engines: Engines, tmp_path: Path) -> None:
         ("engine", "strict", False),
         ("trainer", "strict", False),
     ]
+
+
+def test_a_trainer_of_several_ranks(model: Path, engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert parity(model, "--train", "pp=2,tp=2", "--rollout", "tp=2") == 0
+    (_, engine, request), (_, trainer, _) = engines.seen
+    assert (request.train, request.rollout) == ("tp=2,pp=2", "tp=2")
+    assert engines.commands["trainer"][2:4] == ["mindspeed_tpi.parity.process", "4"]
+    assert (engine["OMP_NUM_THREADS"], trainer["OMP_NUM_THREADS"]) == ("5", "1")
+
+
+def test_a_matrix_rolls_out_once_per_rollout_layout(
+    model: Path, engines: Engines, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "grid").write_text("tp=1 sp=1,tp=2\n  tp=2 x\ntp=1 tp=2")
+    outputs = ["--json", tmp_path / "out.json", "--report", tmp_path / "out.html"]
+    assert parity(model, "--matrix", tmp_path / "grid", *outputs) == 0
+    seen = [(module, request.train, request.rollout) for module, _, request in engines.seen]
+    assert [rollout for module, _, rollout in seen if module == "engine"] == ["tp=1", "tp=2"]
+    assert [(train, rollout) for module, train, rollout in seen if module == "trainer"] == [
+        (train, rollout) for train in ("tp=1", "tp=2,sp=1", "tp=2") for rollout in ("tp=1", "tp=2")
+    ]
+    assert engines.ended == ["trainer"] * 2 + ["engine"] * 2  # one trainer per number of ranks
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split()[-2:] for line in said[1:4]] == [["0", "0"]] * 3
+    assert said[-1] == "logdiff is exactly 0 on all 72 tokens of 6 combinations"
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["exact"] and found["nonzero"] == [[0, 0]] * 3 and len(found["runs"]) == 6
+    assert (found["train"], found["rollout"]) == (["tp=1", "tp=2,sp=1", "tp=2"], ["tp=1", "tp=2"])
+    assert "6 combinations" in (tmp_path / "out.html").read_text()
+
+
+def test_one_bit_in_a_matrix_is_1(model: Path, engines: Engines, capsys: pytest.CaptureFixture[str]) -> None:
+    engines.spoil = one_bit
+    assert parity(model, "--matrix", "tp=1 x tp=1") == 1
+    assert "not exact: 1 of 1 combinations differ" in capsys.readouterr().out
 
 
 def test_engine_options_pass_through(model: Path, engines: Engines) -> None:
@@ -199,7 +246,14 @@ def test_bad_prompts_are_2(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--train", "tp=2"], "train layout 'tp=2': tp=2 is not supported yet"),
+        (["--train", "tp=3"], "train layout 'tp=3': tp=3 is no power of two"),
+        (["--train", "tp=2,sp=1,cp=2", "--stock"], "stock's local layers have no sequence or context parallelism"),
+        (["--train", "pp=3"], "4 layers cannot be split by pp*vpp; divisors that work: 1, 2, 4"),
+        (["--train", "dp=2,ep=2"], "LlamaForCausalLM has no experts; leave ep=2 out"),
+        (["--matrix", "tp=1 tp=2"], "is neither a file nor training layouts, x, rollout layouts"),
+        (["--matrix", "x tp=1"], "is neither a file nor training layouts, x, rollout layouts"),
+        (["--matrix", "tp=1 x sp=1"], "the rollout engine has no sp"),
+        (["--matrix", "tp=1 x tp=1", "--stock"], "--matrix holds the layouts of both sides and runs no stock"),
         (["--rollout", "cp=2"], "the rollout engine has no cp"),
         (["--train", "xp=2"], "unknown key 'xp'"),
         (["--temperature", "-1"], "temperature=-1.0 must be a finite number"),

@@ -37,7 +37,7 @@ def test_any_text_parses_or_is_refused(text: str, side: str) -> None:
     except (InputError, LayoutError) as error:
         assert side in str(error) and "\n" not in str(error).replace(text, "")
     else:
-        assert layout.ranks == 1
+        assert layout.ranks >= 1
 
 
 @pytest.mark.parametrize(
@@ -67,8 +67,52 @@ def test_the_rollout_refuses_keys_it_cannot_have(key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "item", ["tp=2", "sp=1", "ep=2", "etp=2", "cp=2", "pp=2", "vpp=2", "dp=2", "cp_type=a2a", "dispatcher=allgather"]
+    ("text", "ranks"),
+    [
+        ("tp=8,sp=1", 8),
+        ("tp=2,sp=1,ep=2,etp=1,dispatcher=allgather", 2),
+        ("dp=4,ep=2,etp=2", 4),
+        ("cp=2,cp_type=a2a,ep=2", 2),
+        ("pp=3,vpp=5", 3),
+        ("tp=2,cp=2,pp=2,dp=2", 16),
+    ],
 )
-def test_what_is_not_supported_yet_is_refused_by_name(item: str) -> None:
-    with pytest.raises(LayoutError, match=f"{item} is not supported yet; {item.partition('=')[0]} can be"):
-        Layout.parse(item, "train")
+def test_training_layouts(text: str, ranks: int) -> None:
+    layout = Layout.parse(text, "train")
+    assert layout.ranks == ranks
+    assert Layout.parse(str(layout), "train") == layout
+
+
+@pytest.mark.parametrize(("text", "ranks"), [("tp=2", 2), ("tp=2,ep=2", 2), ("tp=2,dp=2,ep=4", 4), ("dp=2", 2)])
+def test_rollout_layouts(text: str, ranks: int) -> None:
+    assert Layout.parse(text, "rollout").ranks == ranks
+
+
+@pytest.mark.parametrize(
+    ("text", "side", "said"),
+    [
+        ("tp=3", "train", "tp=3 is no power of two, so sums over ranks are no balanced tree; use tp=2 or tp=4"),
+        ("dp=6", "train", "use dp=4 or dp=8"),
+        ("tp=16", "train", "tp=16, etp=1: the numerics contract promises equal bits up to 8; use 8 or less"),
+        ("etp=16,dp=16", "train", "promises equal bits up to 8"),
+        ("sp=1", "train", "sp=1 shards sequences over tensor-parallel ranks; use tp=2 or more, or sp=0"),
+        ("vpp=2", "train", "vpp=2 needs pipeline stages; use pp=2 or more, or vpp=1"),
+        (
+            "ep=4,tp=2",
+            "train",
+            "ep*etp=4 must divide the tp*cp*dp=2 ranks of a pipeline stage; with etp=1, sizes of ep that work: 1, 2",
+        ),
+        ("etp=4,tp=2,pp=2", "train", "with etp=4, sizes of ep that work: none"),
+        ("ep=2,tp=4", "rollout", "ep=2, but vLLM spreads experts over all tp*dp=4 ranks or none; use ep=1 or ep=4"),
+        ("tp=6", "rollout", "use tp=4 or tp=8"),
+    ],
+)
+def test_sizes_that_do_not_go_together(text: str, side: str, said: str) -> None:
+    with pytest.raises(LayoutError, match=f"{side} layout") as caught:
+        Layout.parse(text, side)  # type: ignore[arg-type]
+    assert said in str(caught.value)
+
+
+def test_rows_are_whole_spans_of_every_part() -> None:
+    assert Layout().row_multiple == 8
+    assert Layout(cp=2).row_multiple == 32

@@ -16,9 +16,19 @@ from mindspeed_tpi import weights
 from mindspeed_tpi.errors import InputError
 from mindspeed_tpi.parity.megatron import build_model, start_megatron
 from mindspeed_tpi.profiles import Profile
-from tests.models import FAMILIES, write_model
+from tests.models import FAMILIES, MOE_FAMILIES, write_model
 
-SIZES = {"layers": 2, "hidden": 64, "heads": 6, "kv_heads": 2, "head_dim": 16, "ffn": 96, "vocab": 50}
+SIZES = {
+    "layers": 2,
+    "hidden": 64,
+    "heads": 6,
+    "kv_heads": 2,
+    "head_dim": 16,
+    "ffn": 96,
+    "vocab": 50,
+    "experts": 8,
+    "moe_ffn": 32,
+}
 
 
 @pytest.fixture
@@ -38,7 +48,7 @@ def rewrite(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *MOE_FAMILIES])
 def test_round_trip(checkpoint: Any, family: str, dtype: str) -> None:
     path, model, tensors = checkpoint(family, dtype)
     weights.load(model, path)
@@ -76,6 +86,48 @@ def test_shards(checkpoint: Any) -> None:
     (path / file).unlink()
     with pytest.raises(InputError, match="cannot read the checkpoint"):
         weights.load(model, path)
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_experts_in_one_tensor(checkpoint: Any, family: str) -> None:
+    """As newer writers store them: gate and up of all experts in one tensor, down in another; Mixtral's router renamed."""
+    path, model, tensors = checkpoint(family)
+    gate, up, down = ("w1", "w3", "w2") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    packed = {n.replace("block_sparse_moe.gate", "mlp.gate"): t for n, t in tensors.items() if ".experts." not in n}
+    for name in [n for n in tensors if n.endswith(f"experts.0.{gate}.weight")]:
+        prefix = name.partition("experts.0.")[0] + "experts."
+
+        def stacked(part: str, prefix: str = prefix) -> Tensor:
+            return torch.stack([tensors[f"{prefix}{expert}.{part}.weight"] for expert in range(8)])
+
+        where = prefix.replace("block_sparse_moe", "mlp")
+        packed[f"{where}gate_up_proj"] = torch.cat((stacked(gate), stacked(up)), dim=1)
+        packed[f"{where}down_proj"] = stacked(down)
+    rewrite(path, packed)
+    weights.load(model, path)
+    exported = dict(weights.hf_tensors(model))
+    assert sorted(exported) == sorted(tensors) and all(torch.equal(exported[n], t) for n, t in tensors.items())
+    packed[f"{where}down_proj"] = packed[f"{where}down_proj"][..., :-1]
+    rewrite(path, packed)
+    with pytest.raises(InputError, match=r"experts\.0\.\w+\.weight has shape \(64, 31\), the model needs \(64, 32\)"):
+        weights.load(model, path)
+
+
+def test_a_multi_token_prediction_layer_is_left_out(checkpoint: Any) -> None:
+    path, model, tensors = checkpoint("glm4-moe")
+    rewrite(path, {**tensors, "model.layers.2.eh_proj.weight": torch.ones(4)})
+    weights.load(model, path)
+    rewrite(path, {**tensors, "model.layers.3.eh_proj.weight": torch.ones(4)})
+    with pytest.raises(InputError, match=r"unexpected model\.layers\.3\.eh_proj"):
+        weights.load(model, path)
+
+
+def test_the_correction_bias_stays_f32(checkpoint: Any) -> None:
+    path, model, tensors = checkpoint("glm4-moe")
+    weights.load(model, path)
+    bias = tensors["model.layers.1.mlp.gate.e_score_correction_bias"]
+    router = model.decoder.layers[1].mlp.router
+    assert bias.dtype == router.expert_bias.dtype == torch.float32 and torch.equal(router.expert_bias, bias)
 
 
 def test_padded_vocabulary_and_redundant_tensors(checkpoint: Any) -> None:
@@ -121,6 +173,27 @@ def test_values_are_rounded_to_the_models_dtype(checkpoint: Any) -> None:
     model = build_model(replace(Profile.load(path), dtype="bfloat16"))
     weights.load(model, path)
     assert all(torch.equal(t, tensors[name].to(torch.bfloat16)) for name, t in weights.hf_tensors(model))
+
+
+def test_rows_beyond_the_real_vocabulary_are_zero(checkpoint: Any) -> None:
+    path, _, tensors = checkpoint("llama")
+    model = build_model(Profile.load(path))
+    for module in (model.embedding.word_embeddings, model.output_layer):
+        module.weight = torch.nn.Parameter(torch.ones(56, 64, dtype=torch.bfloat16))
+    weights.load(model, path)
+    head = model.output_layer.weight
+    assert torch.equal(head[:50], tensors["lm_head.weight"]) and not head[50:].any()
+    assert dict(weights.hf_tensors(model))["lm_head.weight"].shape == (50, 64)
+
+
+def test_identity_tells_checkpoints_apart(checkpoint: Any) -> None:
+    path, _, tensors = checkpoint("llama")
+    before = weights.identity(path)
+    assert weights.identity(path) == before
+    rewrite(path, {**tensors, "model.norm.weight": tensors["model.norm.weight"] * 2})
+    assert weights.identity(path) != before
+    with pytest.raises(InputError, match="cannot read the checkpoint"):
+        weights.identity(path / "nowhere")
 
 
 def test_wrapped_models_are_looked_through(checkpoint: Any) -> None:
