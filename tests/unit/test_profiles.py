@@ -169,3 +169,12 @@ def test_moe_families() -> None:
 def test_moe_refusals(family: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         Profile.from_hf(config(family, **changes))
+
+
+def test_number_of_experts_under_transformers_name() -> None:
+    renamed = {key: value for key, value in MOE.items() if key != "num_experts"} | {"num_local_experts": 16}
+    assert Profile.from_hf(config("Qwen3MoeForCausalLM", **renamed)) == Profile.from_hf(
+        config("Qwen3MoeForCausalLM", **MOE)
+    )
+    with pytest.raises(InputError, match="num_experts=16, num_local_experts=8: these are names of one number"):
+        Profile.from_hf(config("Qwen3MoeForCausalLM", **MOE, num_local_experts=8))
