@@ -17,7 +17,7 @@ from mindspeed_tpi import envs
 from mindspeed_tpi.errors import ContractError, LayoutError
 
 VERSION = 1
-KERNEL_SEMANTICS = 1
+KERNEL_SEMANTICS = 2
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "family": ("cpu", "ascendc"),
