@@ -85,7 +85,7 @@ class PlainModel:
 
     def ffn(self, x: Tensor, prefix: str, names: tuple[str, str, str]) -> Tensor:
         gate, up, down = (self.weights[f"{prefix}{name}.weight"] for name in names)
-        return ops.linear(ops.swiglu(ops.linear(x, torch.cat([gate, up]))), down)
+        return ops.linear(ops.swiglu(ops.linear(x, torch.cat([gate, up]), paired=True)), down)
 
     def experts(self, prefix: str, x: Tensor) -> Tensor:
         """Token by token, expert by expert; forward only."""

@@ -32,6 +32,9 @@ def world_size() -> int:
 
 
 _layout: Layout | None = None
+_world: Any = (
+    None  # the default process group the layout's groups were made in; an engine that ends in this process destroys it
+)
 
 
 def start_megatron(layout: Layout | None = None, identity: Mapping[str, str] | None = None) -> None:
@@ -45,7 +48,7 @@ def start_megatron(layout: Layout | None = None, identity: Mapping[str, str] | N
         LayoutError: the job has another number of ranks.
         ParityError: a rank differs; names the rank and the field.
     """
-    global _layout
+    global _layout, _world
     layout = layout or Layout()
     if layout.ranks != world_size():
         raise LayoutError(
@@ -62,7 +65,7 @@ def start_megatron(layout: Layout | None = None, identity: Mapping[str, str] | N
         dist.all_gather_object(found, {"layout": str(layout), **(identity or {})})
         check_agreement(dict(enumerate(found)))
     if parallel_state.model_parallel_is_initialized():
-        if _layout in (None, layout):
+        if _layout in (None, layout) and _world in (None, dist.group.WORLD):
             return
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
@@ -74,7 +77,7 @@ def start_megatron(layout: Layout | None = None, identity: Mapping[str, str] | N
         expert_tensor_parallel_size=layout.etp,
         distributed_timeout_minutes=int(TIMEOUT.total_seconds()) // 60,
     )
-    _layout = layout
+    _layout, _world = layout, dist.group.WORLD
 
 
 def _join(ranks: int) -> None:
