@@ -245,6 +245,7 @@ def _chunk_entries(model: Any) -> list[Entry]:
     """Entries of one model chunk."""
     config = model.config
     names = _Names.of(config)
+    known = _LAYER | _moe_layer(names)
     groups = getattr(model, "pg_collection", None)
     tp, expert_tp = getattr(groups, "tp", None), getattr(groups, "expt_tp", None)
     buffers = [(n, b) for n, b in model.named_buffers() if n.endswith(".router.expert_bias")]
@@ -271,7 +272,6 @@ def _chunk_entries(model: Any) -> list[Entry]:
             whole = f"{prefix}{number}.mlp.experts.{index}.{expert[2]}"
             found.append(_entry(parameter, whole, tuple(where + n for n in hf_names), kind, config, expert_tp))
         else:
-            known = _LAYER | _moe_layer(names)
             if local not in known:
                 raise _unknown(name)
             hf_names, kind = known[local]

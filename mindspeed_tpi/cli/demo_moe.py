@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from mindspeed_tpi.cli.demo import show
+from mindspeed_tpi.cli.demo import made_once, show
 from mindspeed_tpi.parity import driver, prompts
 from mindspeed_tpi.parity.request import EngineOptions, Request
 
@@ -92,17 +90,7 @@ def run(options: argparse.Namespace) -> int:
 
 def prepare(cache: Path) -> Path:
     """The checkpoint with its configuration, made once and kept in `cache`."""
-    target = cache / f"qwen3-30b-a3b-{LAYERS}-layers-{RECIPE}"
-    if not target.is_dir():
-        print(f"making random weights in {target} (once)", file=sys.stderr)
-        cache.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=".making-", dir=cache))
-        try:
-            _write(partial)
-            partial.rename(target)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-    return target
+    return made_once(cache / f"qwen3-30b-a3b-{LAYERS}-layers-{RECIPE}", "making random weights in", _write)
 
 
 def _write(target: Path) -> None:

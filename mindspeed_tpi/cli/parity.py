@@ -12,7 +12,9 @@ import argparse
 import json
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from mindspeed_tpi.errors import InputError
 from mindspeed_tpi.parallel.layout import Layout
@@ -82,11 +84,7 @@ def run(options: argparse.Namespace) -> int:
     )
     print(report.text_table(report.rows(result)))
     print(report.verdict(result))
-    command = shlex.join(["mindspeed-tpi", *sys.argv[1:]])
-    if options.json:
-        options.json.write_text(json.dumps(result.to_json() | {"command": command}, indent=2) + "\n", encoding="utf-8")
-    if options.report:
-        options.report.write_text(report.page(result, command), encoding="utf-8")
+    _write(options, result.to_json(), lambda command: report.page(result, command))
     return 0 if result.exact else 1
 
 
@@ -95,12 +93,17 @@ def _run_matrix(options: argparse.Namespace, request: Request) -> int:
     matrix = driver.run_matrix(request, trains, rollouts, announce=lambda line: print(line, file=sys.stderr))
     print(report.text_table(report.grid(matrix)))
     print(report.matrix_verdict(matrix))
+    _write(options, matrix.to_json(), lambda command: report.matrix_page(matrix, command))
+    return 0 if matrix.exact else 1
+
+
+def _write(options: argparse.Namespace, document: dict[str, Any], page: Callable[[str], str]) -> None:
+    """The files that were asked for; both name this command."""
     command = shlex.join(["mindspeed-tpi", *sys.argv[1:]])
     if options.json:
-        options.json.write_text(json.dumps(matrix.to_json() | {"command": command}, indent=2) + "\n", encoding="utf-8")
+        options.json.write_text(json.dumps(document | {"command": command}, indent=2) + "\n", encoding="utf-8")
     if options.report:
-        options.report.write_text(report.matrix_page(matrix, command), encoding="utf-8")
-    return 0 if matrix.exact else 1
+        options.report.write_text(page(command), encoding="utf-8")
 
 
 def _layouts(options: argparse.Namespace) -> tuple[list[str], list[str]]:

@@ -30,7 +30,7 @@ def token_logprob(logits: Tensor, tokens: Tensor, temperature: Tensor | None = N
     Raises:
         BackendError: a token id outside the vocabulary, or operands outside the schema.
     """
-    temperature = _per_row(temperature, tokens.numel())
+    temperature = per_row(temperature, tokens.numel())
     if needs_grad(logits):
         logprob, ent = _TokenLogprob.apply(logits, tokens, temperature, entropy)
     else:
@@ -56,7 +56,7 @@ def linear_logprob(
         batch: B when the tokens are laid out [S, B] (rows of the weight gradient).
         chunk: tokens per chunk of the forward pass (default: as many as fit `CHUNK_ELEMENTS` logits).
     """
-    temperature = _per_row(temperature, tokens.numel())
+    temperature = per_row(temperature, tokens.numel())
     step = chunk or max(1, CHUNK_ELEMENTS // weight.shape[0])
     if needs_grad(hidden, weight):
         logprob, ent = _LinearLogprob.apply(hidden, weight, tokens, temperature, entropy, batch, step)
@@ -65,7 +65,8 @@ def linear_logprob(
     return (logprob, ent) if entropy else logprob
 
 
-def _per_row(temperature: Tensor | None, rows: int) -> Tensor | None:
+def per_row(temperature: Tensor | None, rows: int) -> Tensor | None:
+    """f32 [rows] from a temperature of one or `rows` elements."""
     if temperature is None:
         return None
     return temperature.to(torch.float32).reshape(-1).expand(rows).contiguous()
@@ -97,20 +98,31 @@ class _TokenLogprob(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        logits, tokens, temperature, ent, largest, total = ctx.saved_tensors
-        dlogits = schemas.vocab_logprob_backward(
-            logits,
-            tokens,
-            largest,
-            total,
-            ent,
-            grads[0],
-            _entropy_gradient(ent, grads[1]),
-            temperature,
-            0,
-            logits.dtype,
-        )
-        return dlogits, None, None, None
+        return logits_gradient(ctx.saved_tensors, grads, 0), None, None, None
+
+
+def logits_gradient(saved: tuple[Tensor, ...], grads: tuple[Any, ...], vocab_start: int) -> Tensor:
+    """dlogits, in the logits' dtype.
+
+    Args:
+        saved: logits, tokens, temperature, entropy, maximum and sum of the forward pass.
+        grads: gradients of logprob and entropy.
+        vocab_start: first column of this rank.
+    """
+    logits, tokens, temperature, ent, largest, total = saved
+    dlogits: Tensor = schemas.vocab_logprob_backward(
+        logits,
+        tokens,
+        largest,
+        total,
+        ent,
+        grads[0],
+        _entropy_gradient(ent, grads[1]),
+        temperature,
+        vocab_start,
+        logits.dtype,
+    )
+    return dlogits
 
 
 def _entropy_gradient(entropy: Tensor, grad: Tensor | None) -> Tensor | None:

@@ -98,26 +98,22 @@ class _SwapHeads(torch.autograd.Function):
 
 
 def _to_heads(x: Tensor, group: Any) -> Tensor:
-    ranks = tree.size(group)
-    sent = torch.stack(x.chunk(ranks, dim=2))
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
-    return _in_order(received)
+    return _in_order(tree.all_to_all(torch.stack(x.chunk(tree.size(group), dim=2)), group))
 
 
 def _to_tokens(x: Tensor, group: Any) -> Tensor:
-    ranks = tree.size(group)
-    sent = _by_rank(x, ranks)
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
-    return torch.cat(list(received), dim=2)
+    return torch.cat(list(tree.all_to_all(_by_rank(x, tree.size(group)), group)), dim=2)
 
 
 def _in_order(parts: Tensor) -> Tensor:
     """[ranks, S / ranks, …] in zigzag order → [S, …] in position order."""
-    ranks = parts.shape[0]
-    chunks = parts.unflatten(1, (2, -1))
-    return torch.cat([chunks[c, 0] if c < ranks else chunks[2 * ranks - 1 - c, 1] for c in range(2 * ranks)])
+    return torch.cat(_chunks_in_order(parts.unflatten(1, (2, -1))))
+
+
+def _chunks_in_order(pairs: Tensor) -> list[Tensor]:
+    """Each rank's two chunks [ranks, 2, …] → the 2 · ranks chunks by position."""
+    ranks = pairs.shape[0]
+    return [pairs[c, 0] if c < ranks else pairs[2 * ranks - 1 - c, 1] for c in range(2 * ranks)]
 
 
 def _by_rank(x: Tensor, ranks: int) -> Tensor:
@@ -222,11 +218,9 @@ def _exchange_roots(roots: Tensor, group: Any) -> Tensor:
     """Roots [2 chunks of queries, 2, S, …] of this rank → the sums over all chunks for its keys, [2, S / ranks, …]."""
     ranks = tree.size(group)
     sent = torch.stack([torch.stack([_by_rank(x, ranks) for x in half]) for half in roots])  # [2, 2, ranks, S/ranks, …]
-    sent = sent.permute(2, 0, 1, *range(3, sent.dim())).contiguous()
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
-    ordered = [received[c, 0] if c < ranks else received[2 * ranks - 1 - c, 1] for c in range(2 * ranks)]
-    total: Tensor = schemas.tree_sum(torch.stack(ordered), None, torch.float32)
+    sent = sent.permute(2, 0, 1, *range(3, sent.dim()))
+    received = _chunks_in_order(tree.all_to_all(sent, group))
+    total: Tensor = schemas.tree_sum(torch.stack(received), None, torch.float32)
     return total
 
 
@@ -248,7 +242,7 @@ def split_key_values(mixed: Tensor, group: Any, groups: int, dim: int) -> tuple[
 class _SplitKeyValues(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mixed: Tensor, group: Any, groups: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.group, ctx.dim, ctx.copies = group, dim, tree.size(group) // groups
+        ctx.group, ctx.copies = group, tree.size(group) // groups
         whole = torch.cat(list(tree.gather(mixed, group)), dim=-1).unflatten(-1, (groups, -1, dim))
         ctx.shape = whole.shape
         q, k, v = _places(whole, group, ctx.copies)

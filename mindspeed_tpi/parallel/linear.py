@@ -11,7 +11,7 @@ from torch import Tensor
 from mindspeed_tpi import contract, ops
 from mindspeed_tpi.contract import Leaves
 from mindspeed_tpi.ops import _schemas as schemas
-from mindspeed_tpi.ops._autograd import needs_grad, parameter_gradient
+from mindspeed_tpi.ops._autograd import needs_grad, parameter_gradient, spans
 from mindspeed_tpi.parallel import tree
 
 
@@ -76,7 +76,8 @@ def column_parallel_linear(
     n = weight.shape[0] // 2 if paired else weight.shape[0]
     cut = dx_leaves or contract.current().leaves(n * ranks)
     used = weight.shape[0] if used is None else used
-    plan = _Plan(group, "columns", sequence_parallel, _leaves(x), cut.shard(ranks), paired, used, out_dtype, batch)
+    leaves = contract.current().leaves(x.shape[-1])
+    plan = _Plan(group, "columns", sequence_parallel, leaves, cut.shard(ranks), paired, used, out_dtype, batch)
     return _apply(x, weight, bias, plan)
 
 
@@ -107,8 +108,14 @@ def row_parallel_linear(
     return _apply(x, weight, bias, plan)
 
 
-def _leaves(x: Tensor) -> Leaves:
-    return contract.current().leaves(x.shape[-1])
+def row_sum(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, group: Any, leaves: Leaves, scatter: bool = False
+) -> Tensor:
+    """The forward pass of `row_parallel_linear` with this rank's `leaves` of K."""
+    if tree.size(group) == 1:
+        return ops.linear(x, weight, bias, leaves=leaves)
+    partial = ops.linear(x, weight, leaves=leaves, out_dtype=torch.float32)
+    return tree.tree_reduce(partial, group, bias=bias, out_dtype=x.dtype, scatter=scatter)
 
 
 def _apply(x: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan) -> Tensor:
@@ -124,10 +131,7 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan) -> Ten
         whole = tree.gather_rows(x, plan.group) if plan.sequence_parallel else x
         bias = None if bias is None else bias[: plan.used]
         return ops.linear(whole, used, bias, leaves=plan.leaves, out_dtype=plan.out_dtype)
-    if tree.size(plan.group) == 1:
-        return ops.linear(x, used, bias, leaves=plan.leaves)
-    partial = ops.linear(x, used, leaves=plan.leaves, out_dtype=torch.float32)
-    return tree.tree_reduce(partial, plan.group, bias=bias, out_dtype=x.dtype, scatter=plan.sequence_parallel)
+    return row_sum(x, used, bias, group=plan.group, leaves=plan.leaves, scatter=plan.sequence_parallel)
 
 
 class _ParallelLinear(torch.autograd.Function):
@@ -161,8 +165,7 @@ class _ParallelLinear(torch.autograd.Function):
             whole = tree.gather_rows(x, plan.group) if plan.sequence_parallel and columns else x
             dw = parameter_gradient(weight, lambda g: ops.linear_dw(dy, whole, g[: plan.used], batch=plan.batch))
         if bias is not None and ctx.needs_input_grad[2]:
-            spans = contract.current().max_tp
-            db = parameter_gradient(bias, lambda g: ops.linear_db(dy, g[: plan.used], batch=plan.batch, spans=spans))
+            db = parameter_gradient(bias, lambda g: ops.linear_db(dy, g[: plan.used], batch=plan.batch, spans=spans()))
         return dx, dw, db, None
 
 
@@ -187,7 +190,7 @@ def replicated_linear(
     if needs_grad(x, weight):
         y: Tensor = _Replicated.apply(x, weight, group if sequence_parallel else None, out_dtype, batch)
         return y
-    return ops.linear(x, weight, leaves=_leaves(x), out_dtype=out_dtype)
+    return ops.linear(x, weight, out_dtype=out_dtype)
 
 
 class _Replicated(torch.autograd.Function):
@@ -195,7 +198,7 @@ class _Replicated(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, group: Any, out_dtype: torch.dtype | None, batch: int) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.options = (group, batch)
-        return ops.linear(x, weight, leaves=_leaves(x), out_dtype=out_dtype)
+        return ops.linear(x, weight, out_dtype=out_dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -224,13 +227,12 @@ def span_gradient(weight: Tensor, group: Any, batch: int, add: Any) -> Tensor:
         batch: B of tokens laid out [S, B].
         add: add(row, grad, spans) adds the root over `spans` spans of the tokens in the slice `row` to the f32 `grad`.
     """
-    ranks = tree.size(group)
-    spans = Leaves(1, contract.current().max_tp).shard(ranks).count
+    own = Leaves(1, spans()).shard(tree.size(group)).count
 
     def accumulate(grad: Tensor) -> None:
         roots = grad.new_zeros(batch, *grad.shape)
         for b in range(batch):
-            add(slice(b, None, batch), roots[b], spans)
+            add(slice(b, None, batch), roots[b], own)
         for root in tree.tree_reduce(roots, group):
             grad.copy_(schemas.tree_sum(torch.stack((grad, root)), None, torch.float32))
 

@@ -12,6 +12,7 @@ from mindspeed_tpi.contract import Leaves
 from mindspeed_tpi.errors import LayoutError
 from mindspeed_tpi.ops import _schemas as schemas
 from mindspeed_tpi.ops._autograd import needs_grad
+from mindspeed_tpi.ops.logprob import logits_gradient, per_row
 from mindspeed_tpi.parallel import tree
 
 
@@ -30,8 +31,7 @@ def token_logprob(
     """
     if tree.size(group) == 1:
         return ops.token_logprob(logits, tokens, temperature, entropy=entropy)
-    if temperature is not None:
-        temperature = temperature.to(torch.float32).reshape(-1).expand(tokens.numel()).contiguous()
+    temperature = per_row(temperature, tokens.numel())
     if needs_grad(logits):
         logprob, ent = _VocabParallel.apply(logits, tokens, temperature, group, entropy)
     else:
@@ -76,9 +76,4 @@ class _VocabParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        logits, tokens, temperature, ent, largest, total = ctx.saved_tensors
-        d_entropy = grads[1] if ent.numel() else None
-        dlogits = schemas.vocab_logprob_backward(
-            logits, tokens, largest, total, ent, grads[0], d_entropy, temperature, ctx.start, logits.dtype
-        )
-        return dlogits, None, None, None, None
+        return logits_gradient(ctx.saved_tensors, grads, ctx.start), None, None, None, None

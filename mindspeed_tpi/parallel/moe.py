@@ -3,7 +3,9 @@ sections 5 and 9)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -60,9 +62,9 @@ class Dispatch:
         self._inverse = self._order.argsort()
         self._token = meta[:, 2]
         self.keys = meta[self._order, 1]
-        self.offsets = torch.cat(
-            (torch.zeros(1, dtype=torch.int64), torch.bincount(expert, minlength=self.local_experts).cumsum(0))
-        )
+        edges = [0, *torch.bincount(expert, minlength=self.local_experts).cumsum(0).tolist()]
+        self.parts = [slice(first, last) for first, last in pairwise(edges)]
+        self._tokens = ids.shape[0]
 
     def send_tokens(self, x: Tensor) -> Tensor:
         """Rows of this rank's experts [P, …], in their order, from every rank's tokens x [T, …]."""
@@ -96,14 +98,19 @@ class Dispatch:
 
     def _gathered(self, x: Tensor) -> Tensor:
         """The rows of `_arrive` for one row per token, picked from all ranks' tokens."""
-        tokens = tree.gather(torch.tensor([x.shape[0]]), self._ep_group).flatten()
-        longest = int(tree.gather(tokens.max(), self._etp_group).max())
+        longest, source = self._everyones
         padded = x.new_zeros(longest, *x.shape[1:])
         padded[: x.shape[0]] = x
         whole = tree.gather(tree.gather(padded, self._ep_group), self._etp_group)  # [etp, ep, longest, …]
-        received = tree.gather(torch.tensor(self._received), self._etp_group)
-        source = torch.arange(received.numel()).repeat_interleave(received.flatten())
         return whole.flatten(0, 1)[source, self._token]
+
+    @cached_property
+    def _everyones(self) -> tuple[int, Tensor]:
+        """(most tokens of a rank, source rank of each row of `_arrive`)."""
+        tokens = tree.gather(torch.tensor([self._tokens]), self._ep_group).flatten()
+        longest = int(tree.gather(tokens.max(), self._etp_group).max())
+        received = tree.gather(torch.tensor(self._received), self._etp_group)
+        return longest, torch.arange(received.numel()).repeat_interleave(received.flatten())
 
     def _exchange_counts(self, sent: list[int]) -> list[int]:
         if tree.size(self._ep_group) == 1:
@@ -152,25 +159,27 @@ def _forward(
     """(out [T, H], the experts' rows [P, H], their fc1 outputs [P, 2F / etp])."""
     etp = tree.size(etp_group)
     rows = dispatch.send_tokens(x)
-    parts = _parts(dispatch)
     gate_up = rows.new_empty(rows.shape[0], fc1[0].shape[0])
-    for part, weight in zip(parts, fc1, strict=True):
-        if part.stop > part.start:
-            gate_up[part] = ops.linear(rows[part], weight)
+    _per_expert(gate_up, dispatch, fc1, lambda part, weight: ops.linear(rows[part], weight))
     active = ops.swiglu(gate_up)
     leaves = contract.current().leaves(active.shape[1] * etp).shard(etp)
     y = rows.new_empty(rows.shape, dtype=torch.float32 if etp > 1 else x.dtype)
-    for part, weight in zip(parts, fc2, strict=True):
-        if part.stop > part.start:
-            y[part] = ops.linear(active[part], weight, leaves=leaves, out_dtype=y.dtype)
+    out_dtype = y.dtype
+    _per_expert(
+        y, dispatch, fc2, lambda part, weight: ops.linear(active[part], weight, leaves=leaves, out_dtype=out_dtype)
+    )
     if etp > 1:
         y = tree.tree_reduce(y, etp_group, out_dtype=x.dtype)
     return _combine(dispatch.send_back(y), weights), rows, gate_up
 
 
-def _parts(dispatch: Dispatch) -> list[slice]:
-    edges = dispatch.offsets.tolist()
-    return [slice(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+def _per_expert(
+    out: Tensor, dispatch: Dispatch, weights: Sequence[Tensor], product: Callable[[slice, Tensor], Tensor]
+) -> None:
+    """Fill `out` with product(rows, weight) of every local expert that has rows."""
+    for part, weight in zip(dispatch.parts, weights, strict=True):
+        if part.stop > part.start:
+            out[part] = product(part, weight)
 
 
 def _combine(y: Tensor, weights: Tensor) -> Tensor:
@@ -201,27 +210,28 @@ class _Experts(torch.autograd.Function):
         dispatch, etp_group, row_length, count = ctx.options
         fc1, fc2 = parameters[:count], parameters[count:]
         etp, dtype = tree.size(etp_group), rows.dtype
-        parts = _parts(dispatch)
         active = ops.swiglu(gate_up)
         cut = contract.current().leaves(active.shape[1] * etp).shard(etp)
         dout = dispatch.send_tokens(grads[0].contiguous())
         pair_weights = dispatch.send_pairs(weights.flatten())
 
         g = torch.empty(active.shape, dtype=torch.float32)
-        for part, weight in zip(parts, fc2, strict=True):
-            if part.stop > part.start:
-                g[part] = ops.linear_dx(dout[part], weight, out_dtype=torch.float32)
+        _per_expert(g, dispatch, fc2, lambda part, weight: ops.linear_dx(dout[part], weight, out_dtype=torch.float32))
         dweights, dactive = ops.expert_weight_backward(g, active, pair_weights, leaves=cut)
         dweights = tree.tree_reduce(dweights.unsqueeze(1), etp_group).squeeze(1)
         dgate_up = schemas.swiglu_backward(dactive, gate_up)
         dx = None
         if ctx.needs_input_grad[0]:
             dx_rows = torch.empty(rows.shape, dtype=torch.float32 if etp > 1 else dtype)
-            for part, weight in zip(parts, fc1, strict=True):
-                if part.stop > part.start:
-                    dx_rows[part] = ops.linear_dx(
-                        dgate_up[part], weight, leaves=cut, paired=True, out_dtype=dx_rows.dtype
-                    )
+            out_dtype = dx_rows.dtype
+            _per_expert(
+                dx_rows,
+                dispatch,
+                fc1,
+                lambda part, weight: ops.linear_dx(
+                    dgate_up[part], weight, leaves=cut, paired=True, out_dtype=out_dtype
+                ),
+            )
             if etp > 1:
                 dx_rows = tree.tree_reduce(dx_rows, etp_group, out_dtype=dtype)
             dx = _combine(dispatch.send_back(dx_rows), torch.ones_like(weights))
@@ -234,7 +244,7 @@ class _Experts(torch.autograd.Function):
             if not ctx.needs_input_grad[6 + index]:
                 gradients.append(None)
                 continue
-            part = parts[index % count]
+            part = dispatch.parts[index % count]
             dy, a = (dgate_up, rows) if index < count else (scaled, active)
             gradients.append(parameter_gradient(parameter, _adder(dy[part], a[part], row[part])))
         return dx, dpairs, None, None, None, None, *gradients

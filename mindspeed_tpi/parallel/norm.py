@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_tpi import contract, ops
+from mindspeed_tpi import ops
 from mindspeed_tpi.ops import _schemas as schemas
-from mindspeed_tpi.ops._autograd import needs_grad, parameter_gradient
+from mindspeed_tpi.ops._autograd import needs_grad, parameter_gradient, spans
 from mindspeed_tpi.parallel import tree
 from mindspeed_tpi.parallel.linear import span_gradient
 
@@ -81,5 +81,4 @@ def _spans(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, group: Any, batc
 def _heads(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, group: Any, copies: int, batch: int) -> Tensor:
     terms = tree.gather(schemas.head_terms(dy, x, rstd), group)[::copies]
     whole = schemas.tree_sum(terms.contiguous(), None, torch.float32)
-    spans = contract.current().max_tp
-    return parameter_gradient(weight, lambda g: ops.linear_db(whole, g, batch=batch, spans=spans))
+    return parameter_gradient(weight, lambda g: ops.linear_db(whole, g, batch=batch, spans=spans()))

@@ -62,17 +62,13 @@ def tree_reduce(
     if scatter:
         if partial.shape[0] % ranks:
             raise LayoutError(f"{partial.shape[0]} rows cannot be scattered over {ranks} ranks; pad them to a multiple")
-        parts = torch.empty_like(partial).view(ranks, partial.shape[0] // ranks, *partial.shape[1:])
-        dist.all_to_all_single(parts, partial, group=group)
-        return _sum(parts, bias, out_dtype)
+        return _sum(all_to_all(partial.unflatten(0, (ranks, -1)), group), bias, out_dtype)
     rows = partial.reshape(-1, partial.shape[-1])
     if rows.shape[0] <= GATHER_ROWS:
         return _sum(gather(rows, group), bias, out_dtype).view(partial.shape)
     padding = -rows.shape[0] % ranks
     padded = torch.nn.functional.pad(rows, (0, 0, 0, padding)) if padding else rows
-    parts = padded.new_empty(ranks, padded.shape[0] // ranks, padded.shape[1])
-    dist.all_to_all_single(parts, padded, group=group)
-    mine = _sum(parts, bias, out_dtype)
+    mine = _sum(all_to_all(padded.unflatten(0, (ranks, -1)), group), bias, out_dtype)
     whole = gather(mine, group).flatten(0, 1)
     return whole[: rows.shape[0]].view(partial.shape)
 
@@ -80,6 +76,13 @@ def tree_reduce(
 def _sum(parts: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     total: Tensor = schemas.tree_sum(parts, bias, out_dtype)
     return total
+
+
+def all_to_all(parts: Tensor, group: Any) -> Tensor:
+    """What every rank has for this one: parts [ranks, …], the r-th for rank r → [ranks, …], the r-th from rank r."""
+    received = torch.empty_like(parts, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(received, parts.contiguous(), group=group)
+    return received
 
 
 def gather(x: Tensor, group: Any) -> Tensor:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from mindspeed_tpi import ops
 from mindspeed_tpi.parallel.attention import split_key_values
-from mindspeed_tpi.parallel.norm import rms_norm
 from mindspeed_tpi.patches.megatron_core.support import (
     UNTIL,
     VERSIONS,
@@ -57,18 +56,10 @@ def apply_rotary_pos_emb(original: Callable[..., Tensor]) -> Callable[..., Tenso
 def get_query_key_value_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
     """`SelfAttention.get_query_key_value_tensors` where tensor-parallel ranks outnumber the KV heads."""
 
-    def get(
-        self: Any,
-        hidden_states: Tensor,
-        key_value_states: Tensor | None = None,
-        output_gate: bool = False,
-        split_qkv: bool = True,
-    ) -> Any:
+    def get(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         groups = self.config.num_query_groups
         if not served(self.config) or groups >= self.world_size:
-            options = {"output_gate": output_gate, "split_qkv": split_qkv}
-            changed = {name: value for name, value in options.items() if value != (name == "split_qkv")}
-            return original(self, hidden_states, key_value_states, **changed)
+            return original(self, hidden_states, *args, **kwargs)
         group = tensor_parallel_group()
         copies = self.world_size // groups
         mixed, _ = self.linear_qkv(hidden_states)
@@ -76,17 +67,8 @@ def get_query_key_value_tensors(original: Callable[..., Any]) -> Callable[..., A
         self.core_attention.key_copies = copies
         if self.q_layernorm is not None:
             query = self.q_layernorm(query)
-        norm = self.k_layernorm
-        if hasattr(norm, "weight"):
-            key = rms_norm(
-                key.flatten(0, 1),
-                norm.weight,
-                norm.eps,
-                group=group,
-                per_head=True,
-                copies=copies,
-                batch=key.shape[1],
-            ).view(key.shape)
+        if self.k_layernorm is not None:
+            key = self.k_layernorm(key, copies=copies)
         return query, key, value
 
     return get

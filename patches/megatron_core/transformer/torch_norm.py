@@ -25,12 +25,16 @@ class RMSNorm(torch.nn.Module):
         self.eps = eps
         self.sequence_parallel = config.sequence_parallel
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, copies: int = 1) -> Tensor:
+        """Args:
+        copies: tensor-parallel neighbours that hold the same heads (`parallel.norm.rms_norm`).
+        """
         batch = x.shape[1] if x.dim() > 2 else 1
         group = tensor_parallel_group()
         if x.dim() == 4:
             heads = x.flatten(0, 1)
-            return rms_norm(heads, self.weight, self.eps, group=group, per_head=True, batch=batch).view(x.shape)
+            y = rms_norm(heads, self.weight, self.eps, group=group, per_head=True, copies=copies, batch=batch)
+            return y.view(x.shape)
         return rms_norm(x, self.weight, self.eps, group=group, sequence_parallel=self.sequence_parallel, batch=batch)
 
 

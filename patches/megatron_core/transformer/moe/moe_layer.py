@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,31 +18,21 @@ from mindspeed_tpi.patching import Patch
 EPS = 1e-20  # moe_utils.topk_routing_with_score_function, sigmoid
 
 
-@dataclass(frozen=True)
-class Routing:
-    """The router's settings in the contract's terms.
+def routing(config: Any) -> dict[str, Any]:
+    """Arguments of `ops.moe_route` from a TransformerConfig.
 
     `moe_router_pre_softmax` takes the softmax over all experts and keeps it; otherwise the chosen weights sum to 1.
     """
-
-    score: str
-    renormalize: bool
-    groups: int
-    topk_groups: int
-    scaling: float
-    eps: float
-
-    @classmethod
-    def of(cls, config: Any) -> Routing:
-        sigmoid = config.moe_router_score_function == "sigmoid"
-        return cls(
-            score=config.moe_router_score_function,
-            renormalize=config.moe_router_topk > 1 if sigmoid else not config.moe_router_pre_softmax,
-            groups=config.moe_router_num_groups or 1,
-            topk_groups=config.moe_router_group_topk or 1,
-            scaling=config.moe_router_topk_scaling_factor or 1.0,
-            eps=EPS if sigmoid else 0.0,
-        )
+    sigmoid = config.moe_router_score_function == "sigmoid"
+    return {
+        "topk": config.moe_router_topk,
+        "score": config.moe_router_score_function,
+        "renormalize": config.moe_router_topk > 1 if sigmoid else not config.moe_router_pre_softmax,
+        "groups": config.moe_router_num_groups or 1,
+        "topk_groups": config.moe_router_group_topk or 1,
+        "scaling": config.moe_router_topk_scaling_factor or 1.0,
+        "eps": EPS if sigmoid else 0.0,
+    }
 
 
 def forward(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,18 +73,8 @@ def _layer(self: Any, hidden: Tensor) -> Tensor:
         out_dtype=torch.float32,
         batch=batch,
     ).flatten(0, 1)
-    routing = Routing.of(config)
-    weights, ids = ops.moe_route(
-        logits,
-        config.moe_router_topk,
-        expert_bias=None if router.expert_bias is None else router.expert_bias.float(),
-        score=routing.score,
-        renormalize=routing.renormalize,
-        groups=routing.groups,
-        topk_groups=routing.topk_groups,
-        scaling=routing.scaling,
-        eps=routing.eps,
-    )
+    bias = None if router.expert_bias is None else router.expert_bias.float()
+    weights, ids = ops.moe_route(logits, expert_bias=bias, **routing(config))
     _count(router, ids)
     _check_replay(router, ids)
     keys, row_length = _keys(self, length, batch)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mindspeed_tpi import contract, ops
-from mindspeed_tpi.parallel import tree
+from mindspeed_tpi.parallel.linear import row_sum
 from mindspeed_tpi.patches.vllm._parallel import tp_group
 from mindspeed_tpi.patches.vllm._versions import UNTIL, VERSIONS
 from mindspeed_tpi.patching import Patch
@@ -35,11 +34,7 @@ def _row_parallel_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         """Always the complete sum: `reduce_results=False` leaves it to a caller, which is the experts' layer, and ours does not."""
         x = input_ if self.input_is_parallel else input_.chunk(self.tp_size, dim=-1)[self.tp_rank]
         bias = None if self.skip_bias_add else self.bias
-        if self.tp_size == 1:
-            out = ops.linear(x, self.weight, bias, leaves=self.tpi_leaves)
-        else:
-            partial = ops.linear(x, self.weight, leaves=self.tpi_leaves, out_dtype=torch.float32)
-            out = tree.tree_reduce(partial, tp_group(), bias=bias, out_dtype=x.dtype)
+        out = row_sum(x, self.weight, bias, group=tp_group() if self.tp_size > 1 else None, leaves=self.tpi_leaves)
         if not self.return_bias:
             return out
         return out, self.bias if self.skip_bias_add else None

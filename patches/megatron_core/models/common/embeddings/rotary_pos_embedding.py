@@ -35,17 +35,19 @@ def tables(config: ops.RopeConfig, length: int, offset: int = 0, group: Any = No
     return torch.stack((cos[rows], sin[rows]), dim=1).unsqueeze(1)
 
 
+def sequence_group(packed_seq: bool = False, cp_group: Any = None) -> Any:
+    """Ranks that share a sequence's positions, from the last arguments of a rotary embedding's `forward`; a pack is whole."""
+    return None if packed_seq else context_parallel_group()
+
+
 def forward(original: Any) -> Callable[..., Tensor]:
     """`RotaryEmbedding.forward`: tables once a served GPTModel has bound its `rope_config`, angles before."""
 
-    def rotary_forward(
-        self: Any, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None
-    ) -> Tensor:
+    def rotary_forward(self: Any, max_seq_len: int, offset: int = 0, *args: Any, **kwargs: Any) -> Tensor:
         config = getattr(self, "rope_config", None)
         if config is None:
-            extra = () if cp_group is None else (cp_group,)
-            return original(self, max_seq_len, offset, packed_seq, *extra)  # type: ignore[no-any-return]
-        return tables(config, max_seq_len, offset, None if packed_seq else context_parallel_group())
+            return original(self, max_seq_len, offset, *args, **kwargs)  # type: ignore[no-any-return]
+        return tables(config, max_seq_len, offset, sequence_group(*args, **kwargs))
 
     rotary_forward.cache_clear = original.cache_clear  # type: ignore[attr-defined]
     return rotary_forward

@@ -7,22 +7,19 @@ from typing import Any
 
 from torch import Tensor
 
-from mindspeed_tpi.patches.megatron_core.models.common.embeddings.rotary_pos_embedding import tables
-from mindspeed_tpi.patches.megatron_core.support import UNTIL, VERSIONS, by_version, context_parallel_group
+from mindspeed_tpi.patches.megatron_core.models.common.embeddings.rotary_pos_embedding import sequence_group, tables
+from mindspeed_tpi.patches.megatron_core.support import UNTIL, VERSIONS, by_version
 from mindspeed_tpi.patching import Patch
 
 
 def forward(original: Any) -> Callable[..., tuple[Tensor, float]]:
     """`YarnRotaryEmbedding.forward`: (tables, 1.0), because the factor is multiplied before the tables are rounded."""
 
-    def yarn_forward(
-        self: Any, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None
-    ) -> tuple[Tensor, float]:
+    def yarn_forward(self: Any, max_seq_len: int, offset: int = 0, *args: Any, **kwargs: Any) -> tuple[Tensor, float]:
         config = getattr(self, "rope_config", None)
         if config is None:
-            extra = (packed_seq, cp_group)[: (cp_group is not None) + (packed_seq or cp_group is not None)]
-            return original(self, max_seq_len, offset, *extra)  # type: ignore[no-any-return]
-        return tables(config, max_seq_len, offset, None if packed_seq else context_parallel_group()), 1.0
+            return original(self, max_seq_len, offset, *args, **kwargs)  # type: ignore[no-any-return]
+        return tables(config, max_seq_len, offset, sequence_group(*args, **kwargs)), 1.0
 
     yarn_forward.cache_clear = original.cache_clear  # type: ignore[attr-defined]
     return yarn_forward
