@@ -251,7 +251,7 @@ class Engine:
         generated = sum(len(sample.tokens) - len(sample.prompt) for sample in samples)
         meta = self._meta(temperature, max_new_tokens, seed)
         for name in ("counters", "op_calls"):
-            meta[name] = dict(sum((Counter(taken[name]) for _, taken in shares), Counter()))
+            meta[name] = _added(taken[name] for _, taken in shares)
         meta["seconds"] = {
             "start": self.start_seconds,
             "generate": seconds,
@@ -397,11 +397,19 @@ def _record(samples: Sequence[Sample], weight_version: int, meta: dict[str, Any]
     )
 
 
+def _added(counts: Iterable[dict[str, int]]) -> dict[str, int]:
+    """Counts by name, zeros kept."""
+    total: Counter[str] = Counter()
+    for count in counts:
+        total.update(count)
+    return dict(total)
+
+
 def join(rollouts: Sequence[Rollout]) -> Rollout:
     """One record of several generations; counters, operator calls and seconds add up, the rest is the first one's."""
     meta = dict(rollouts[0].meta)
     for name in ("counters", "op_calls"):
-        meta[name] = dict(sum((Counter(r.meta[name]) for r in rollouts), Counter()))
+        meta[name] = _added(r.meta[name] for r in rollouts)
     seconds = sum(r.meta["seconds"]["generate"] for r in rollouts)
     generated = sum(int(r.generated.sum()) for r in rollouts)
     meta["seconds"] = {
