@@ -62,7 +62,14 @@ LOG = Flag(
     "MINDSPEED_TPI_LOG", "warning", "Log level of the `mindspeed_tpi` logger.", ("debug", "info", "warning", "error")
 )
 
-FLAGS = (MODE, BACKEND, CONTRACT, LOG)
+GRADIENT_GROUPS = Flag(
+    "MINDSPEED_TPI_GRADIENT_GROUPS",
+    "0",
+    "A power of two G, at least the largest data-parallel size in use: gradients become equal also for every data-, context-, expert- "
+    "and expert-data-parallel size (docs/invariance.md states what it asks and costs). `0`: off.",
+)
+
+FLAGS = (MODE, BACKEND, CONTRACT, LOG, GRADIENT_GROUPS)
 
 
 def strict() -> bool:

@@ -89,10 +89,15 @@ def _gradients(
     dy = dy.to(x.dtype)  # an f32 output's gradient is an activation gradient too: rounded once
     dx = linear_dx(dy, weight, leaves=dx_leaves, paired=paired) if ctx.needs_input_grad[0] else None
     dw = db = None
+    rows = batch if row_offsets is None else row_offsets.numel() - 1
     if ctx.needs_input_grad[1]:
-        dw = parameter_gradient(weight, lambda g: linear_dw(dy, x, g, batch=batch, row_offsets=row_offsets))
+        dw = parameter_gradient(weight, lambda g: linear_dw(dy, x, g, batch=batch, row_offsets=row_offsets), rows)
     if bias is not None and ctx.needs_input_grad[2]:
-        db = parameter_gradient(bias, lambda g: linear_db(dy, g, batch=batch, row_offsets=row_offsets, spans=spans()))
+
+        def add(grad: Tensor) -> None:
+            linear_db(dy, grad, batch=batch, row_offsets=row_offsets, spans=spans())
+
+        db = parameter_gradient(bias, add, rows)
     return dx, dw, db
 
 
