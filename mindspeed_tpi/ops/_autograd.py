@@ -15,7 +15,11 @@ from mindspeed_tpi.ops import gradient_groups
 
 def needs_grad(*tensors: Tensor | None) -> bool:
     """Whether autograd must record an operator on these operands."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
 
 
 def parameter_gradient(parameter: Tensor, accumulate: Callable[..., None], rows: int, peers: int = 1) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mindspeed_tpi import contract, ops
 from mindspeed_tpi.ops import _schemas as schemas
-from mindspeed_tpi.parallel import tree
+from mindspeed_tpi.parallel import tree, zigzag
 from mindspeed_tpi.parallel.attention import (
     context_parallel_attention,
     shared_key_attention,
