@@ -64,6 +64,21 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "train": "tp=2,sp=1,ep=2",
         "config": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     },
+    "qwen3-moe tp=2,sp=1,ep=2 grouped GEMM": {
+        "model": "qwen3-moe",
+        "train": "tp=2,sp=1,ep=2",
+        "config": {"moe_grouped_gemm": True},
+    },
+    "qwen3-moe tp=2,sp=1,etp=2 grouped GEMM": {
+        "model": "qwen3-moe",
+        "train": "tp=2,sp=1,etp=2",
+        "config": {"moe_grouped_gemm": True},
+    },
+    "qwen3-moe tp=2,sp=1,ep=2 flex dispatcher": {
+        "model": "qwen3-moe",
+        "train": "tp=2,sp=1,ep=2",
+        "config": {"moe_token_dispatcher_type": "flex"},
+    },
 }
 ENGINES = {"qwen3": ["tp=1", "tp=2"], "qwen3-moe": ["tp=1", "tp=2", "tp=2,ep=2"]}
 """Rollout layouts of the hard models of notes/upstream-hooks.md; the MoE one has tied experts and one that no token uses."""
