@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -21,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mindspeed_tpi.errors import InputError
-from mindspeed_tpi.parallel import tree
+from mindspeed_tpi.parallel import moe, tree
 
 Model: TypeAlias = torch.nn.Module | Sequence[torch.nn.Module]
 """A GPTModel, or the model chunks of a virtual pipeline."""
@@ -29,12 +30,16 @@ Model: TypeAlias = torch.nn.Module | Sequence[torch.nn.Module]
 _REDUNDANT = (".rotary_emb.inv_freq",)  # buffers that old checkpoints carry; made anew from the configuration
 
 
+def _whole(parameter: Tensor) -> Tensor:
+    return parameter
+
+
 @dataclass(frozen=True)
 class Entry:
     """One Megatron-core parameter and the Hugging Face tensors it is made of.
 
     Attributes:
-        parameter: the parameter or persistent buffer, as this rank holds it.
+        parameter: the parameter or persistent buffer, as this rank holds it. view: the part of it that this entry is about.
         name: its name in the whole model, with global layer and expert numbers.
         tensors: names and shapes of the Hugging Face tensors.
         merge: those tensors → the whole value; split: the inverse (views).
@@ -53,6 +58,7 @@ class Entry:
     parts: int = 1
     group: Any = None
     vocabulary: bool = False
+    view: Callable[[Tensor], Tensor] = _whole
 
     def shard(self, whole: Tensor) -> Tensor:
         """This rank's slice of the whole value."""
@@ -62,7 +68,7 @@ class Entry:
         return torch.cat([p.chunk(ranks, self.dim)[rank] for p in whole.chunk(self.parts, self.dim)], self.dim)
 
     def gather(self, value: Tensor) -> Tensor:
-        """The whole of a tensor sharded as the parameter is; every rank of the group calls it."""
+        """The whole of a tensor sharded as the parameter's view is; every rank of the group calls it."""
         mine = value.contiguous()
         if self.dim is None or tree.size(self.group) == 1:
             return mine
@@ -97,7 +103,7 @@ def load(model: Model, checkpoint: str | Path) -> None:
         _check_names(mapping, set(sources), Path(checkpoint), names)
         for entry in mapping:
             parts = [sources[name].read(name, shape, entry.vocabulary) for name, shape in entry.tensors]
-            entry.parameter.copy_(entry.shard(entry.merge(parts)))
+            entry.view(entry.parameter).copy_(entry.shard(entry.merge(parts)))
 
 
 def hf_tensors(model: Model, value: Callable[[Tensor], Tensor | None] = Tensor.detach) -> Iterator[tuple[str, Tensor]]:
@@ -113,7 +119,7 @@ def hf_tensors(model: Model, value: Callable[[Tensor], Tensor | None] = Tensor.d
     for entry in entries(model):
         exported = value(entry.parameter)
         if exported is not None:
-            mine.setdefault(entry.name, (entry, exported))
+            mine.setdefault(entry.name, (entry, entry.view(exported)))
     listings = _everywhere({name: (entry.tensors, exported.dtype) for name, (entry, exported) in mine.items()})
     owners = {name: rank for rank, listing in reversed(list(enumerate(listings))) for name in listing}
     for name, owner in sorted(owners.items(), key=lambda item: item[1]):
@@ -239,6 +245,10 @@ _MODEL = {
 _DIM = {"qkv": 0, "gate_up": 0, "vocabulary": 0, "row": 1}
 _LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT_NAME = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12]\.weight)")
+_GROUPED = {  # GroupedMLP: one parameter of all local experts
+    "mlp.experts.weight1": ("linear_fc1.weight", moe.grouped_fc1),
+    "mlp.experts.weight2": ("linear_fc2.weight", moe.grouped_fc2),
+}
 
 
 def _chunk_entries(model: Any) -> list[Entry]:
@@ -265,13 +275,14 @@ def _chunk_entries(model: Any) -> list[Entry]:
         layer = model.decoder.layers[int(match[1])]
         prefix, number, local = "decoder.layers.", layer.layer_number - 1, match[2]
         where = f"model.layers.{number}."
-        if expert := _EXPERT_NAME.fullmatch(local):
-            index = layer.mlp.local_expert_indices[int(expert[1])]
+        matrices = _expert_matrices(local, layer, config.hidden_size)
+        for index, which, view in matrices:
             gate, up, down = names.expert(index)
-            hf_names, kind = ((gate, up), "gate_up") if expert[2] == "linear_fc1.weight" else ((down,), "row")
-            whole = f"{prefix}{number}.mlp.experts.{index}.{expert[2]}"
-            found.append(_entry(parameter, whole, tuple(where + n for n in hf_names), kind, config, expert_tp))
-        else:
+            hf_names, kind = ((gate, up), "gate_up") if which == "linear_fc1.weight" else ((down,), "row")
+            whole = f"{prefix}{number}.mlp.experts.{index}.{which}"
+            hf_names = tuple(where + n for n in hf_names)
+            found.append(_entry(parameter, whole, hf_names, kind, config, expert_tp, view=view))
+        if not matrices:
             if local not in known:
                 raise _unknown(name)
             hf_names, kind = known[local]
@@ -279,6 +290,23 @@ def _chunk_entries(model: Any) -> list[Entry]:
                 _entry(parameter, f"{prefix}{number}.{local}", tuple(where + n for n in hf_names), kind, config, tp)
             )
     return found
+
+
+def _expert_matrices(name: str, layer: Any, hidden: int) -> list[tuple[int, str, Callable[[Tensor], Tensor]]]:
+    """(expert, which of its matrices, where it is in the parameter) of a layer's parameter that holds experts; else none."""
+    if expert := _EXPERT_NAME.fullmatch(name):
+        return [(layer.mlp.local_expert_indices[int(expert[1])], expert[2], _whole)]
+    if name not in _GROUPED:
+        return []
+    which, matrices = _GROUPED[name]
+    indices = layer.mlp.local_expert_indices
+    return [(e, which, partial(_one_of, matrices, len(indices), hidden, place)) for place, e in enumerate(indices)]
+
+
+def _one_of(
+    matrices: Callable[[Tensor, int, int], Tensor], experts: int, hidden: int, place: int, parameter: Tensor
+) -> Tensor:
+    return matrices(parameter, experts, hidden)[place]
 
 
 def _unknown(name: str) -> InputError:
@@ -306,10 +334,11 @@ def _entry(
     group: Any,
     *,
     vocabulary: int = 0,
+    view: Callable[[Tensor], Tensor] = _whole,
 ) -> Entry:
-    """The entry of a parameter that is merged and sharded as `kind` says."""
+    """The entry of a parameter, or of a view of it, that is merged and sharded as `kind` says."""
     dim = _DIM.get(kind)
-    shape = list(parameter.shape)
+    shape = list(view(parameter).shape)
     if dim is not None:
         shape[dim] *= tree.size(group)
     rest = tuple(shape[1:])
@@ -328,9 +357,8 @@ def _entry(
         shapes = [(vocabulary, *rest)]
         merge, split = _padded(vocabulary, shape[0])
     tensors = tuple(zip(hf, shapes, strict=True))
-    return Entry(
-        parameter, name, tensors, merge, split, dim, 2 if kind == "gate_up" else 1, group, kind == "vocabulary"
-    )
+    parts = 2 if kind == "gate_up" else 1
+    return Entry(parameter, name, tensors, merge, split, dim, parts, group, kind == "vocabulary", view)
 
 
 Merge: TypeAlias = tuple[Callable[[list[Tensor]], Tensor], Callable[[Tensor], list[Tensor]]]

@@ -6,9 +6,11 @@ No tokenizer is written; prompts are token ids.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from safetensors.torch import save_file
@@ -209,3 +211,13 @@ def random_prompts(lengths: list[int], *, vocab: int = 500, seed: int = 0, share
     generator = torch.Generator().manual_seed(seed)
     start = torch.randint(3, vocab, (shared,), generator=generator).tolist()
     return [(start + torch.randint(3, vocab, (n,), generator=generator).tolist())[:n] for n in lengths]
+
+
+@contextmanager
+def megatron_config(**fields: Any) -> Iterator[None]:
+    """Every TransformerConfig constructed inside has these fields instead of those asked for."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    original = TransformerConfig.__init__
+    with mock.patch.object(TransformerConfig, "__init__", lambda self, **asked: original(self, **{**asked, **fields})):
+        yield

@@ -123,7 +123,7 @@ template <class T, class Out>
 bool linear_part(const Reduction& red, const T* x, i64 ldx, const T* w, i64 ldw, i64 m0, i64 m1, i64 n0, i64 n1,
                  const Out& out) {
   const i64 tokens = m1 - m0;
-  if (tokens > kFewRows)
+  if (tokens > kFewRows || red.half)
     return reduce_block<T>(red, {w, ldw, true}, n0, n1, {x, ldx, true}, m0, m1, out);
   float* wide = scratch(tokens * red.n + W);
   if (!wide) return false;
@@ -166,12 +166,12 @@ int for_dtypes(int dtype, int out_dtype, F f) {
 
 inline int linear(int dtype, int out_dtype, const void* x, i64 ldx, const void* w, i64 expert_stride, i64 ldw,
                   const void* bias, void* y, i64 ldy, const i64* offsets, i64 experts, i64 N, i64 K, i64 leaf,
-                  i64 leaves) {
-  if (N < 0 || !Reduction::valid(K, leaf, leaves)) return TPI_BAD_SHAPE;
+                  i64 leaves, bool paired) {
+  if (N < 0 || !Reduction::valid(K, leaf, leaves, paired)) return TPI_BAD_SHAPE;
   return for_dtypes(dtype, out_dtype, [&](auto in, auto result) -> int {
     using T = decltype(in);
     using TO = decltype(result);
-    const Reduction red(K, leaf, leaves);
+    const Reduction red(K, leaf, leaves, paired);
     const TokenMajorOut<TO, T> out{static_cast<TO*>(y), ldy, static_cast<const T*>(bias)};
     return for_groups(offsets, experts, N, double(N) * double(K), [&](i64 e, i64 m0, i64 m1, i64 n0, i64 n1) {
       const T* we = static_cast<const T*>(w) + e * expert_stride;
@@ -212,15 +212,15 @@ using namespace tpi::TPI_NS;
 using namespace tpi::TPI_NS::gemm;
 
 TPI_EXPORT(linear)(int dtype, int out_dtype, const void* x, i64 ldx, const void* w, i64 ldw, const void* bias, void* y,
-                   i64 ldy, i64 M, i64 N, i64 K, i64 leaf, i64 leaves) {
+                   i64 ldy, i64 M, i64 N, i64 K, i64 leaf, i64 leaves, int paired) {
   const i64 offsets[2] = {0, M};
-  return gemm::linear(dtype, out_dtype, x, ldx, w, 0, ldw, bias, y, ldy, offsets, 1, N, K, leaf, leaves);
+  return gemm::linear(dtype, out_dtype, x, ldx, w, 0, ldw, bias, y, ldy, offsets, 1, N, K, leaf, leaves, paired != 0);
 }
 
 TPI_EXPORT(grouped_linear)(int dtype, int out_dtype, const void* x, i64 ldx, const void* w, i64 expert_stride, i64 ldw,
                            void* y, i64 ldy, const i64* offsets, i64 experts, i64 N, i64 K, i64 leaf, i64 leaves) {
   return gemm::linear(dtype, out_dtype, x, ldx, w, expert_stride, ldw, nullptr, y, ldy, offsets, experts, N, K, leaf,
-                        leaves);
+                        leaves, false);
 }
 
 TPI_EXPORT(linear_dx)(int dtype, int out_dtype, const void* dy, i64 lddy, const void* w, i64 ldw, void* dx, i64 lddx,

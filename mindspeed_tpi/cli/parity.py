@@ -3,7 +3,8 @@
 Layouts are key=value,key=value; keys of the trainer: tp, sp, ep, etp, cp, pp, vpp, dp, cp_type=p2p|allgather|a2a,
 dispatcher=alltoall|allgather; of the rollout engine: tp, ep, dp. The ranks are started by this command.
 
-Exit status: 0 every token's logdiff is 0, 1 not, 2 bad input, 3 an engine failed.
+Exit status: 0 every token's logdiff is 0, 1 not, 2 bad input, 3 an engine failed. A matrix runs all its cells and ends with
+the worst of them: 3, then 1, then 2.
 """
 
 from __future__ import annotations
@@ -92,9 +93,11 @@ def _run_matrix(options: argparse.Namespace, request: Request) -> int:
     trains, rollouts = _layouts(options)
     matrix = driver.run_matrix(request, trains, rollouts, announce=lambda line: print(line, file=sys.stderr))
     print(report.text_table(report.grid(matrix)))
+    for number, reason in enumerate(report.reasons(matrix), 1):
+        print(f"[{number}] {reason}")
     print(report.matrix_verdict(matrix))
     _write(options, matrix.to_json(), lambda command: report.matrix_page(matrix, command))
-    return 0 if matrix.exact else 1
+    return matrix.status
 
 
 def _write(options: argparse.Namespace, document: dict[str, Any], page: Callable[[str], str]) -> None:

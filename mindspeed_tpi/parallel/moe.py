@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -152,6 +152,7 @@ def experts(
     *,
     etp_group: Any,
     rows: Rows,
+    grouped: bool = False,
 ) -> Tensor:
     """The weighted sum of each token's experts, SwiGLU MLPs whose outputs are rounded, in expert-id order.
 
@@ -159,14 +160,35 @@ def experts(
         x: [T, H], this rank's tokens. weights: f32 [T, k], in ascending expert id.
         fc1: per local expert [2F / etp, H] = [gate shard; up shard]. fc2: per local expert [H, F / etp].
         rows: how the keys of `dispatch` number the rows.
+        grouped: fc1 and fc2 hold one tensor each, of all local experts (see `grouped_fc1`, `grouped_fc2`).
 
     Returns:
         [T, H].
     """
     if needs_grad(x, weights, *fc1, *fc2):
-        y: Tensor = _Experts.apply(x, weights, dispatch, etp_group, rows, len(fc1), *fc1, *fc2)
+        y: Tensor = _Experts.apply(x, weights, dispatch, etp_group, rows, grouped, len(fc1), *fc1, *fc2)
         return y
-    return _forward(x, weights, dispatch, fc1, fc2, etp_group)[0]
+    matrices = _matrices(fc1, fc2, grouped, dispatch.local_experts, x.shape[1])
+    return _forward(x, weights, dispatch, *matrices, etp_group)[0]
+
+
+def grouped_fc1(weight: Tensor, experts: int, hidden: int) -> Tensor:
+    """[experts, 2F, H], a view of a tensor that holds [experts, H, 2F] in memory: Megatron-core's GroupedMLP.weight1."""
+    return weight.view(experts, hidden, -1).transpose(1, 2)
+
+
+def grouped_fc2(weight: Tensor, experts: int, hidden: int) -> Tensor:
+    """[experts, H, F], a view of a tensor that holds [experts, F, H] in memory: Megatron-core's GroupedMLP.weight2."""
+    return weight.view(experts, -1, hidden).transpose(1, 2)
+
+
+def _matrices(
+    fc1: Sequence[Tensor], fc2: Sequence[Tensor], grouped: bool, experts: int, hidden: int
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """[2F / etp, H] and [H, F / etp] of every local expert."""
+    if not grouped:
+        return fc1, fc2
+    return list(grouped_fc1(fc1[0], experts, hidden)), list(grouped_fc2(fc2[0], experts, hidden))
 
 
 def _forward(
@@ -211,20 +233,23 @@ class _Experts(torch.autograd.Function):
         dispatch: Dispatch,
         etp_group: Any,
         numbering: Rows,
+        grouped: bool,
         count: int,
         *parameters: Tensor,
     ) -> Tensor:
-        out, rows, gate_up = _forward(x, weights, dispatch, parameters[:count], parameters[count:], etp_group)
+        matrices = _matrices(parameters[:count], parameters[count:], grouped, dispatch.local_experts, x.shape[1])
+        out, rows, gate_up = _forward(x, weights, dispatch, *matrices, etp_group)
         ctx.save_for_backward(weights, rows, gate_up, *parameters)
-        ctx.options = (dispatch, etp_group, numbering, count)
+        ctx.options = (dispatch, etp_group, numbering, grouped, count)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         """The expert's output is not stored: dw = (W2ᵀ dOut) · a, with the unweighted dOut."""
         weights, rows, gate_up, *parameters = ctx.saved_tensors
-        dispatch, etp_group, numbering, count = ctx.options
-        fc1, fc2 = parameters[:count], parameters[count:]
+        dispatch, etp_group, numbering, grouped, count = ctx.options
+        held = (dispatch.local_experts, rows.shape[1])
+        fc1, fc2 = _matrices(parameters[:count], parameters[count:], grouped, *held)
         etp, dtype = tree.size(etp_group), rows.dtype
         active = ops.swiglu(gate_up)
         cut = contract.current().leaves(active.shape[1] * etp).shard(etp)
@@ -257,14 +282,25 @@ class _Experts(torch.autograd.Function):
         row = dispatch.keys // numbering.length
         gradients: list[Tensor | None] = []
         for index, parameter in enumerate(parameters):
-            if not ctx.needs_input_grad[6 + index]:
+            if not ctx.needs_input_grad[7 + index]:
                 gradients.append(None)
                 continue
-            part = dispatch.parts[index % count]
-            dy, a = (dgate_up, rows) if index < count else (scaled, active)
-            add = _adder(dy[part], a[part], row[part])
+            dy, a, of_experts = (dgate_up, rows, grouped_fc1) if index < count else (scaled, active, grouped_fc2)
+            parts = dispatch.parts if grouped else [dispatch.parts[index % count]]
+            adders = [_adder(dy[part], a[part], row[part]) for part in parts]
+            add = _to_each(adders, partial(of_experts, experts=held[0], hidden=held[1])) if grouped else adders[0]
             gradients.append(parameter_gradient(parameter, add, numbering.batch, numbering.peers))
-        return dx, dpairs, None, None, None, None, *gradients
+        return dx, dpairs, None, None, None, None, None, *gradients
+
+
+def _to_each(adders: Sequence[Callable[..., None]], of_experts: Callable[[Tensor], Tensor]) -> Callable[..., None]:
+    """Adds the weight gradients of all experts to f32 tensors that hold them."""
+
+    def add(*grads: Tensor) -> None:
+        for adder, *matrices in zip(adders, *map(of_experts, grads), strict=True):
+            adder(*matrices)
+
+    return add
 
 
 def _adder(dy: Tensor, x: Tensor, row: Tensor) -> Callable[..., None]:

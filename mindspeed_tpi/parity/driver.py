@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, Literal, Protocol
 
 from safetensors import safe_open
 from torch import Tensor
@@ -48,7 +48,15 @@ Launcher = Callable[[Sequence[str], Mapping[str, str], Path], Process]
 
 
 class EngineFailure(ParityError):
-    """An engine process ended with an error; the message ends with the tail of its log."""
+    """An engine process ended with an error; the message ends with the tail of its log.
+
+    Attributes:
+        reason: one line: the last error that the process reported, or how it ended.
+    """
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -115,30 +123,67 @@ class Result:
 
 
 @dataclass(frozen=True)
+class NoRun:
+    """A combination of layouts that gave nothing to compare.
+
+    Attributes:
+        state: `refused` (bad input) or `failed`. why: one line.
+    """
+
+    request: Request
+    state: Literal["refused", "failed"]
+    why: str
+
+    @classmethod
+    def of(cls, request: Request, error: InputError | EngineFailure) -> NoRun:
+        if isinstance(error, EngineFailure):
+            return cls(request, "failed", error.reason)
+        return cls(request, "refused", str(error))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"train": self.request.train, "rollout": self.request.rollout, self.state: self.why}
+
+
+@dataclass(frozen=True)
 class Matrix:
     """Parity of every training layout with every rollout layout.
 
     Attributes:
-        trains, rollouts: layouts. runs: [training layout][rollout layout].
+        trains, rollouts: layouts. cells: [training layout][rollout layout].
     """
 
     trains: tuple[str, ...]
     rollouts: tuple[str, ...]
-    runs: tuple[tuple[Run, ...], ...]
+    cells: tuple[tuple[Run | NoRun, ...], ...]
 
     @property
-    def exact(self) -> bool:
-        """Whether every token of every run has logdiff 0."""
-        return all(run.comparison.exact for row in self.runs for run in row)
+    def runs(self) -> list[Run]:
+        """The cells that could be compared."""
+        return [cell for row in self.cells for cell in row if isinstance(cell, Run)]
+
+    @property
+    def missing(self) -> list[NoRun]:
+        """The cells that could not."""
+        return [cell for row in self.cells for cell in row if isinstance(cell, NoRun)]
+
+    @property
+    def status(self) -> int:
+        """Exit status: 3 an engine failed in some cell, else 1 a cell is not exact, else 2 a cell was refused, else 0."""
+        states = {cell.state for cell in self.missing}
+        if "failed" in states:
+            return 3
+        if not all(run.comparison.exact for run in self.runs):
+            return 1
+        return 2 if states else 0
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON document of `mindspeed-tpi parity --matrix --json`."""
+        """The JSON document of `mindspeed-tpi parity --matrix --json`; `nonzero` is null where nothing was compared."""
         return {
-            "exact": self.exact,
+            "exact": self.status == 0,
             "train": list(self.trains),
             "rollout": list(self.rollouts),
-            "nonzero": [[run.comparison.nonzero for run in row] for row in self.runs],
-            "runs": [run.to_json() for row in self.runs for run in row],
+            "nonzero": [[c.comparison.nonzero if isinstance(c, Run) else None for c in row] for row in self.cells],
+            "runs": [cell.to_json() for row in self.cells for cell in row],
         }
 
 
@@ -176,44 +221,66 @@ def run_matrix(
     launch: Launcher | None = None,
     announce: Callable[[str], None] = lambda _: None,
 ) -> Matrix:
-    """Every training layout against every rollout layout; one engine per rollout layout, one trainer job per number of ranks.
-
-    Raises:
-        InputError: an engine refused the request; its own message.
-        EngineFailure: an engine failed.
-    """
+    """Every training layout against every rollout layout; one engine per rollout layout, one trainer job per number of ranks,
+    and another for what is left after a cell that was refused or failed."""
     started = launch or EngineProcess
     jobs: dict[int, list[str]] = {}
     for train in trains:
         jobs.setdefault(Layout.parse(train, "train").ranks, []).append(train)
-    records: dict[str, tuple[Path, Rollout, float]] = {}
-    runs: dict[tuple[str, str], Run] = {}
+    cells: dict[tuple[str, str], Run | NoRun] = {}
     with tempfile.TemporaryDirectory(prefix="mindspeed-tpi-") as directory, ExitStack() as running:
-        for place, rollout in enumerate(rollouts):
-            folder = Path(directory) / f"rollout-{place}"
-            folder.mkdir()
-            asked, record = folder / "request.json", folder / "record"
+        records: dict[str, _Record] = {}
+        for rollout in rollouts:
             wanted = replace(request, stock=False, rollout=rollout)
+            folder = Path(tempfile.mkdtemp(dir=directory))
+            asked, record = folder / "request.json", folder / "record"
             asked.write_text(wanted.to_json(), encoding="utf-8")
-            seconds = _Job(wanted, "engine", rollout, [(asked, record)], folder, started, running).finish(announce)
-            records[rollout] = record, Rollout.load(record), seconds
+            job = _Job(wanted, "engine", rollout, [(asked, record)], folder, started, running)
+            try:
+                seconds = job.finish(announce)
+            except (InputError, EngineFailure) as error:
+                announce(f"rollout {rollout}: {error}")
+                cells |= {(train, rollout): NoRun.of(replace(wanted, train=train), error) for train in trains}
+                continue
+            records[rollout] = _Record(record, Rollout.load(record), seconds)
         for ranks, layouts in jobs.items():
-            folder = Path(directory) / f"ranks-{ranks}"
-            folder.mkdir()
-            files, cells = [], []
-            for train in layouts:
-                for rollout, (record, _, _) in records.items():
-                    cells.append(replace(request, stock=False, rollout=rollout, train=train))
-                    asked, answer = (folder / f"{len(cells)}.{name}" for name in ("json", "answer"))
-                    asked.write_text(cells[-1].to_json(), encoding="utf-8")
-                    files.append((asked, record, answer))
-            _Job(cells[0], "trainer", "; ".join(layouts), files, folder, started, running, ranks).finish(announce)
-            for cell, (_, _, answer) in zip(cells, files, strict=True):
-                _, rollout_record, seconds = records[cell.rollout]
-                runs[cell.train, cell.rollout] = _compared(cell, rollout_record, answer, seconds)
+            waiting = [
+                replace(request, stock=False, rollout=rollout, train=train) for train in layouts for rollout in records
+            ]
+            while waiting:
+                folder = Path(tempfile.mkdtemp(dir=directory))
+                files = []
+                for number, cell in enumerate(waiting):
+                    asked, answer = (folder / f"{number}.{name}" for name in ("json", "answer"))
+                    asked.write_text(cell.to_json(), encoding="utf-8")
+                    files.append((asked, records[cell.rollout].path, answer))
+                names = "; ".join(dict.fromkeys(cell.train for cell in waiting))
+                job = _Job(waiting[0], "trainer", names, files, folder, started, running, ranks)
+                try:
+                    job.finish(announce)
+                    done = len(waiting)
+                except (InputError, EngineFailure) as error:
+                    # files are worked on in turn: the first without an answer is the one that did not work
+                    done = next((i for i, file in enumerate(files) if not file[-1].is_file()), len(files) - 1)
+                    bad = waiting[done]
+                    announce(f"train {bad.train}, rollout {bad.rollout}: {error}")
+                    cells[bad.train, bad.rollout] = NoRun.of(bad, error)
+                for cell, (_, _, answer) in zip(waiting[:done], files, strict=False):
+                    record_ = records[cell.rollout]
+                    cells[cell.train, cell.rollout] = _compared(cell, record_.rollout, answer, record_.seconds)
+                waiting = waiting[done + 1 :]
     return Matrix(
-        tuple(trains), tuple(rollouts), tuple(tuple(runs[train, rollout] for rollout in rollouts) for train in trains)
+        tuple(trains), tuple(rollouts), tuple(tuple(cells[train, rollout] for rollout in rollouts) for train in trains)
     )
+
+
+@dataclass(frozen=True)
+class _Record:
+    """What one rollout engine wrote, and the seconds it took."""
+
+    path: Path
+    rollout: Rollout
+    seconds: float
 
 
 class _Job:
@@ -269,7 +336,8 @@ class _Job:
         if status or not written:
             ended = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
             what = ended if status else f"{ended}, but it wrote no result"
-            raise EngineFailure(f"the {self._what} failed ({what}); the end of its log:\n{_tail(self._log)}")
+            message = f"the {self._what} failed ({what}); the end of its log:\n{_tail(self._log)}"
+            raise EngineFailure(message, (_errors(self._log) or [what])[-1])
         return time.perf_counter() - started
 
 
@@ -385,6 +453,8 @@ def _tail(log: Path) -> str:
 
 def _refusal(log: Path) -> str:
     """The last error that a process reported, for its user to read."""
-    lines = _lines(log)
-    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return (errors or lines or ["refused without a reason"])[-1]
+    return (_errors(log) or _lines(log) or ["refused without a reason"])[-1]
+
+
+def _errors(log: Path) -> list[str]:
+    return [line.removeprefix("error: ") for line in _lines(log) if line.startswith("error: ")]

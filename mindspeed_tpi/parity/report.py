@@ -11,7 +11,7 @@ from typing import Any
 
 from mindspeed_tpi import __version__, versions
 from mindspeed_tpi.errors import InputError
-from mindspeed_tpi.parity.driver import Matrix, Result, Run
+from mindspeed_tpi.parity.driver import Matrix, NoRun, Result, Run
 
 _COLOURS = {"stock": "#d1495b", "parity": "#1f5fa8"}
 _CSS = """
@@ -78,23 +78,37 @@ def counters_table(result: Result) -> list[list[str]]:
 
 
 def grid(matrix: Matrix) -> list[list[str]]:
-    """Cells of the matrix, header first: tokens that differ, `0` where parity is exact."""
-    cells = [[_cell(run) for run in row] for row in matrix.runs]
+    """Cells of the matrix, header first: tokens that differ, `0` where parity is exact; `refused` or `failed` with the number
+    of its reason among `reasons`."""
+    why = reasons(matrix)
+    cells = [[_cell(cell, why) for cell in row] for row in matrix.cells]
     return [["train \\ rollout", *matrix.rollouts], *([t, *row] for t, row in zip(matrix.trains, cells, strict=True))]
 
 
-def _cell(run: Run) -> str:
-    c = run.comparison
+def reasons(matrix: Matrix) -> list[str]:
+    """Why cells were refused or failed, each once: `refused: why`."""
+    return list(dict.fromkeys(f"{cell.state}: {cell.why}" for cell in matrix.missing))
+
+
+def _cell(cell: Run | NoRun, why: list[str]) -> str:
+    if isinstance(cell, NoRun):
+        return f"{cell.state} [{1 + why.index(f'{cell.state}: {cell.why}')}]"
+    c = cell.comparison
     return f"{c.nonzero}" + (f" + {c.missing} missing" if c.missing else "" if c.tokens else "no token")
 
 
 def matrix_verdict(matrix: Matrix) -> str:
     """One sentence."""
-    runs = [run for row in matrix.runs for run in row]
-    if matrix.exact:
-        tokens = sum(run.comparison.tokens for run in runs)
-        return f"logdiff is exactly 0 on all {tokens} tokens of {len(runs)} combinations"
-    return f"not exact: {sum(not run.comparison.exact for run in runs)} of {len(runs)} combinations differ"
+    total = len(matrix.runs) + len(matrix.missing)
+    if matrix.status == 0:
+        tokens = sum(run.comparison.tokens for run in matrix.runs)
+        return f"logdiff is exactly 0 on all {tokens} tokens of {total} combinations"
+    faults = {
+        "differ": sum(not run.comparison.exact for run in matrix.runs),
+        "were refused": sum(cell.state == "refused" for cell in matrix.missing),
+        "failed": sum(cell.state == "failed" for cell in matrix.missing),
+    }
+    return f"not exact: of {total} combinations " + ", ".join(f"{n} {what}" for what, n in faults.items() if n)
 
 
 def require_matplotlib() -> None:
@@ -208,24 +222,25 @@ def matrix_page(matrix: Matrix, command: str) -> str:
     Args:
         command: the command line, as text.
     """
-    first = matrix.runs[0][0]
-    contract = first.contract or {"fingerprint": "none", "constants": {}}
+    request = matrix.cells[0][0].request
+    contract = next((run.contract for run in matrix.runs), None) or {"fingerprint": "none", "constants": {}}
     setting = {
-        "model": first.request.model,
-        "dtype": first.request.dtype,
-        "prompts": len(first.request.prompts),
-        "new tokens per prompt": first.request.max_new_tokens,
-        "temperature": first.request.temperature,
+        "model": request.model,
+        "dtype": request.dtype,
+        "prompts": len(request.prompts),
+        "new tokens per prompt": request.max_new_tokens,
+        "temperature": request.temperature,
     }
+    why = "".join(f"<li>{html.escape(reason)}</li>" for reason in reasons(matrix))
     fingerprint = f"<p>fingerprint <code>{contract['fingerprint']}</code></p>"
     sections = [
-        ("Tokens that differ", _html_table(grid(matrix))),
+        ("Tokens that differ", _html_table(grid(matrix)) + (f"<ol>{why}</ol>" if why else "")),
         ("Settings", _html_pairs(setting)),
         ("Numerics contract", fingerprint + _html_pairs(contract["constants"])),
         ("Command", f"<pre>{html.escape(command)}</pre>"),
     ]
     note = "Rows: layouts of the trainer; columns: layouts of the rollout engine; every cell counts tokens whose logprobs differ."
-    return _document("exact" if matrix.exact else "inexact", matrix_verdict(matrix), note, sections)
+    return _document("inexact" if matrix.status else "exact", matrix_verdict(matrix), note, sections)
 
 
 def _document(state: str, said: str, note: str, sections: Sequence[tuple[str, str]]) -> str:

@@ -15,7 +15,11 @@ from mindspeed_tpi.patches.megatron_core.models.gpt import gpt_layer_specs, gpt_
 from mindspeed_tpi.patches.megatron_core.optimizer import optimizer
 from mindspeed_tpi.patches.megatron_core.tensor_parallel import cross_entropy, layers
 from mindspeed_tpi.patches.megatron_core.transformer import attention, dot_product_attention, mlp, torch_norm
-from mindspeed_tpi.patches.megatron_core.transformer.moe import moe_layer
+from mindspeed_tpi.patches.megatron_core.transformer.moe import (
+    grouped_gemm_util,
+    moe_layer,
+    token_dispatcher,
+)
 from mindspeed_tpi.patching import Patch
 
 PATCHES: tuple[Patch, ...] = (
@@ -26,6 +30,8 @@ PATCHES: tuple[Patch, ...] = (
     *attention.PATCHES,
     *mlp.PATCHES,
     *moe_layer.PATCHES,
+    *grouped_gemm_util.PATCHES,
+    *token_dispatcher.PATCHES,
     *rotary_pos_embedding.PATCHES,
     *yarn_rotary_pos_embedding.PATCHES,
     *gpt_layer_specs.PATCHES,

@@ -36,13 +36,8 @@ def _off(name: str, remedy: str = "leave it off", neutral: tuple[Any, ...] = (No
 
 
 _LIMITS = (
-    _off("moe_grouped_gemm", "leave it off: sequential experts are computed without a copy of their weights"),
     _off("moe_shared_expert_overlap"),
-    _Limit(
-        "moe_token_dispatcher_type",
-        lambda c: c.num_moe_experts and c.moe_token_dispatcher_type == "flex",
-        "use 'alltoall' or 'allgather'",
-    ),
+    _off("overlap_moe_expert_parallel_comm", "leave it off: its schedule takes MoELayer apart"),
     _Limit("moe_router_load_balancing_type", lambda c: c.moe_router_load_balancing_type == "sinkhorn", "use 'none'"),
     _Limit(
         "moe_aux_loss_coeff",
@@ -206,6 +201,7 @@ _CONTAINERS = (
     "Float16Module",
     "FusedScaleMaskSoftmax",
     "GPTModel",
+    "GroupedMLP",
     "IdentityFuncOp",
     "IdentityOp",
     "LanguageModelEmbedding",

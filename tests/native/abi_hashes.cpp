@@ -117,9 +117,11 @@ class Cases {
         const std::string what = std::string(kDtypeNames[d]) + " " + shape({s.M, s.N, s.K});
         Buffer x(d, s.M * s.K, 1), w(d, s.N * s.K, 2), bias(d, s.N, 3), dy(d, s.M * s.N, 4);
         Buffer y(d, s.M * s.N), wide(TPI_F32, s.M * s.N), dx(d, s.M * s.K);
-        add("linear", what, tpi_linear(d, d, x, s.K, w, s.K, bias, y, s.N, s.M, s.N, s.K, s.leaf, s.leaves), {&y});
+        add("linear", what, tpi_linear(d, d, x, s.K, w, s.K, bias, y, s.N, s.M, s.N, s.K, s.leaf, s.leaves, 0), {&y});
         add("linear", what + " to f32",
-            tpi_linear(d, TPI_F32, x, s.K, w, s.K, nullptr, wide, s.N, s.M, s.N, s.K, s.leaf, s.leaves), {&wide});
+            tpi_linear(d, TPI_F32, x, s.K, w, s.K, nullptr, wide, s.N, s.M, s.N, s.K, s.leaf, s.leaves, 0), {&wide});
+        add("linear", what + " paired",
+            tpi_linear(d, d, x, s.K, w, s.K, bias, y, s.N, s.M, s.N, s.K, s.K / 2, 1, 1), {&y});
         const i64 leaf = (s.N + 7) / 8;
         add("linear_dx", what, tpi_linear_dx(d, d, dy, s.N, w, s.K, dx, s.K, s.M, s.N, s.K, leaf, 8, 0), {&dx});
         if (s.N % 2 == 0)

@@ -155,6 +155,13 @@ def operand(s: Source, shape: Sequence[int], dtype: torch.dtype, kinds: Sequence
     return layout(s, values(s, shape, dtype, kinds))
 
 
+def matrix(s: Source, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """A weight; at times one that is dense in its first dimension."""
+    if s.choice((False, False, True)):
+        return operand(s, shape[::-1], dtype).t()
+    return operand(s, shape, dtype)
+
+
 def size(s: Source, small: int, large: int) -> int:
     """Mostly up to `small`, sometimes up to `large`."""
     return s.integer(1, s.choice((small, small, small, small, small, large)))
@@ -210,7 +217,7 @@ def leading(s: Source, small: int = 5, large: int = 40) -> tuple[int, ...]:
 def linear(s: Source) -> Case:
     dtype = s.choice(DTYPES)
     n, k = size(s, 9, 70), size(s, 40, 300)
-    x, weight = operand(s, (*leading(s), k), dtype), operand(s, (n, k), dtype)
+    x, weight = operand(s, (*leading(s), k), dtype), matrix(s, (n, k), dtype)
     bias = s.choice((None, strided(s, values(s, (n,), dtype))))
     return Case("linear", (x, weight, bias, *leaf_cut(s, k), out_dtype(s)))
 
@@ -219,7 +226,7 @@ def linear_dx(s: Source) -> Case:
     dtype = s.choice(DTYPES)
     n, k = size(s, 40, 300), size(s, 9, 70)
     n, *cut = dx_cut(s, n)
-    dy, weight = operand(s, (*leading(s), n), dtype), operand(s, (n, k), dtype)
+    dy, weight = operand(s, (*leading(s), n), dtype), matrix(s, (n, k), dtype)
     return Case("linear_dx", (dy, weight, *cut[:2], out_dtype(s), cut[2]))
 
 
@@ -228,7 +235,10 @@ def linear_dw(s: Source) -> Case:
     n, k = size(s, 6, 40), size(s, 6, 40)
     tokens, batch, row_offsets = rows(s)
     dy, x = operand(s, (tokens, n), dtype), operand(s, (tokens, k), dtype)
-    return Case("linear_dw", (dy, x, values(s, (n, k), torch.float32), batch, row_offsets, spans(s)), (2,))
+    grad = values(s, (n, k), torch.float32)
+    if s.choice((False, False, True)):
+        grad = grad.t().contiguous().t()
+    return Case("linear_dw", (dy, x, grad, batch, row_offsets, spans(s)), (2,))
 
 
 def linear_db(s: Source) -> Case:

@@ -64,6 +64,25 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "train": "tp=2,sp=1,ep=2",
         "config": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     },
+    "qwen3-moe tp=2,sp=1,ep=2 grouped GEMM": {
+        "model": "qwen3-moe",
+        "train": "tp=2,sp=1,ep=2",
+        "config": {"moe_grouped_gemm": True},
+    },
+    "qwen3-moe tp=2,sp=1,etp=2 grouped GEMM, flex dispatcher on HybridEP": {
+        "model": "qwen3-moe",
+        "train": "tp=2,sp=1,etp=2",
+        "config": {
+            "moe_grouped_gemm": True,
+            "moe_token_dispatcher_type": "flex",
+            "moe_flex_dispatcher_backend": "hybridep",
+        },
+    },
+    "qwen3-moe tp=2,sp=1,ep=2 flex dispatcher": {
+        "model": "qwen3-moe",
+        "train": "tp=2,sp=1,ep=2",
+        "config": {"moe_token_dispatcher_type": "flex"},
+    },
 }
 GROUPED = {
     "qwen3": [

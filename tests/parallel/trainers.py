@@ -2,7 +2,8 @@
 
     python -m torch.distributed.run --nproc-per-node N -m tests.parallel.trainers JOBS.json OUT.pt
 
-JOBS holds a list of {name, model, train, micro_batch, config, groups} or {name, model, train, rollouts}; OUT a dictionary
+JOBS holds a list of {name, model, train, micro_batch, groups, config (fields of TransformerConfig)} or {name, model, train,
+rollouts}; OUT a dictionary
 name → result of rank 0.
 """
 
@@ -20,10 +21,11 @@ import torch.distributed as dist
 
 from mindspeed_tpi import envs
 from mindspeed_tpi.parity.compare import compare
+from mindspeed_tpi.parity.megatron import import_megatron
 from mindspeed_tpi.parity.request import Request
 from mindspeed_tpi.parity.rollout import Rollout
 from mindspeed_tpi.parity.trainer import Trainer
-from tests.models import random_prompts
+from tests.models import megatron_config, random_prompts
 from tests.rollout_records import record
 
 LENGTHS = [40, 17, 33, 9]
@@ -33,11 +35,9 @@ VOCAB = 100
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """Of a layout: how it compares with engines' records; or log-probabilities, gradient hashes and, after an AdamW step,
     weight hashes."""
-    trainer = Trainer(Request(job["model"], ((1, 2),), dtype=job.get("dtype", "bfloat16"), train=job["train"]))
-    for chunk in trainer.chunks:
-        for name, value in job.get("config", {}).items():
-            setattr(chunk.config, name, value)
-            setattr(chunk.decoder.config, name, value)
+    import_megatron()
+    with megatron_config(**job.get("config", {})):
+        trainer = Trainer(Request(job["model"], ((1, 2),), dtype=job.get("dtype", "bfloat16"), train=job["train"]))
     if "rollouts" in job:
         return {"differ": {path: _compare(trainer, Rollout.load(path)) for path in job["rollouts"]}}
     os.environ[envs.GRADIENT_GROUPS.name] = str(job.get("groups", 0))

@@ -38,12 +38,14 @@ class Engines:
     Attributes:
         spoil: changes the trainer's answer of parity runs.
         fail: (module, exit status, log) of a process that fails.
+        fail_layouts: (module, its layout) → (exit status, log) of processes that fail when they come to it.
         seen: (module, environment, request) of each process that was waited for.
         ended: modules of the processes that were ended. commands: the last command line of each module.
     """
 
     spoil: Callable[[Tensor], Tensor] = lambda logprobs: logprobs
     fail: tuple[str, int, str] | None = None
+    fail_layouts: dict[tuple[str, str], tuple[int, str]] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=lambda: dict(COUNTERS))
     seen: list[tuple[str, Mapping[str, str], Request]] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
@@ -64,6 +66,11 @@ class Engines:
             if self.fail and self.fail[0] == module:
                 log.write_text(self.fail[2])
                 return self.fail[1]
+            layout = request.rollout if module == "engine" else request.train
+            if (module, layout) in self.fail_layouts:
+                status, said = self.fail_layouts[module, layout]
+                log.write_text(said)
+                return status
             if module == "engine":
                 self._rollout(request).save(files[work + 1])
                 continue

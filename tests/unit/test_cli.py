@@ -183,7 +183,53 @@ def test_a_matrix_rolls_out_once_per_rollout_layout(
 def test_one_bit_in_a_matrix_is_1(model: Path, engines: Engines, capsys: pytest.CaptureFixture[str]) -> None:
     engines.spoil = one_bit
     assert parity(model, "--matrix", "tp=1 x tp=1") == 1
-    assert "not exact: 1 of 1 combinations differ" in capsys.readouterr().out
+    assert "not exact: of 1 combinations 1 differ" in capsys.readouterr().out
+
+
+def test_a_matrix_runs_every_cell(
+    model: Path, engines: Engines, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rollout layout that is refused and training layouts that fail or are refused leave the other cells alone."""
+    engines.fail_layouts = {
+        ("engine", "tp=4"): (2, "error: 2 KV heads for tp=4\n"),
+        ("trainer", "tp=2"): (3, "words\nerror: rank 1 was killed by signal 9\n"),
+        ("trainer", "tp=1,cp=2"): (2, "error: no room for cp=2\n"),
+    }
+    asked = "tp=1 tp=2,sp=1 tp=2 cp=2 dp=2 x tp=1 tp=4 tp=2"
+    outputs = ["--json", tmp_path / "out.json", "--report", tmp_path / "out.html"]
+    assert parity(model, "--matrix", asked, *outputs) == 3
+    said = capsys.readouterr()
+    lines = said.out.splitlines()
+    assert [line.split()[1:] for line in lines[1:6]] == [
+        ["0", "refused", "[1]", "0"],
+        ["0", "refused", "[1]", "0"],
+        ["failed", "[2]", "refused", "[1]", "failed", "[2]"],
+        ["refused", "[3]", "refused", "[1]", "refused", "[3]"],
+        ["0", "refused", "[1]", "0"],
+    ]
+    assert lines[6:] == [
+        "[1] refused: 2 KV heads for tp=4",
+        "[2] failed: rank 1 was killed by signal 9",
+        "[3] refused: no room for cp=2",
+        "not exact: of 15 combinations 7 were refused, 2 failed",
+    ]
+    assert "train tp=2, rollout tp=1: the parity trainer (tp=2,sp=1; tp=2" in said.err and "  words\n" in said.err
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert not found["exact"] and found["nonzero"][0] == [0, None, 0] and len(found["runs"]) == 15
+    assert found["runs"][7] == {"train": "tp=2", "rollout": "tp=4", "refused": "2 KV heads for tp=4"}
+    assert "<li>failed: rank 1" in (tmp_path / "out.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("failing", "spoilt", "status"),
+    [({}, True, 1), ({("trainer", "tp=2"): (2, "")}, False, 2), ({("trainer", "tp=2"): (2, "")}, True, 1)],
+)
+def test_a_matrix_ends_with_its_worst_status(
+    model: Path, engines: Engines, failing: dict[tuple[str, str], tuple[int, str]], spoilt: bool, status: int
+) -> None:
+    engines.fail_layouts = failing
+    engines.spoil = one_bit if spoilt else engines.spoil
+    assert parity(model, "--matrix", "tp=1 tp=2 x tp=1") == status
 
 
 def test_engine_options_pass_through(model: Path, engines: Engines) -> None:

@@ -21,7 +21,7 @@ LIBRARY_PATH = Path(__file__).resolve().parents[2] / "lib" / "libmindspeed_tpi.s
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # One letter per C parameter: p pointer, q int64, i int, f float. tests/unit/test_abi.py compares them with ops.def.
 _SIGNATURES = {
-    "linear": "iipqpqppqqqqqq",
+    "linear": "iipqpqppqqqqqqi",
     "linear_dx": "iipqpqpqqqqqqi",
     "linear_dw": "ipqpqpqqqqppqq",
     "linear_db": "ipqpqqppqq",
@@ -236,6 +236,28 @@ def linear(
     n, k = weight.shape
     if x.shape[-1] != k:
         raise _refuse("linear", f"x {tuple(x.shape)} with weight {tuple(weight.shape)}", "x [*, K] and weight [N, K]")
+    if bias is None and _stored_transposed(weight):
+        return _times(code, x, weight.t(), leaf, leaves, out_dtype, False)
+    return _times_transposed(code, x, weight, bias, leaf, leaves, out_dtype, False)
+
+
+def _stored_transposed(matrix: Tensor) -> bool:
+    """Whether a matrix is dense in its first dimension, as the experts of Megatron-core's GroupedMLP are."""
+    return matrix.stride(0) == 1 != matrix.stride(1)
+
+
+def _times_transposed(
+    code: int,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    leaf: int,
+    leaves: int,
+    out_dtype: torch.dtype | None,
+    paired: bool,
+) -> Tensor:
+    """x weightᵀ + bias; x [*, K], weight [N, K], dense in K."""
+    n, k = weight.shape
     rows, w = _2d(x), _2d(weight)
     bias = None if bias is None else bias.contiguous()
     out_dtype = out_dtype or x.dtype
@@ -255,30 +277,18 @@ def linear(
         k,
         leaf,
         leaves,
+        int(paired),
     )
     if status:
         _check("linear", status)
     return y
 
 
-def _check_pairs(name: str, n: int, leaf: int, leaves: int) -> None:
-    if n != 2 * leaf * leaves:
-        raise _refuse(
-            name, f"{leaves} leaves of {leaf} for paired N={n}", "whole leaves of each half: 2 * leaf * leaves = N"
-        )
-
-
-def linear_dx(
-    dy: Tensor, weight: Tensor, leaf: int, leaves: int, out_dtype: torch.dtype | None, paired: bool
+def _times(
+    code: int, dy: Tensor, weight: Tensor, leaf: int, leaves: int, out_dtype: torch.dtype | None, paired: bool
 ) -> Tensor:
-    code = _code("linear_dx", dy, weight)
+    """dy weight; dy [*, N], weight [N, K], dense in K."""
     n, k = weight.shape
-    if paired:
-        _check_pairs("linear_dx", n, leaf, leaves)
-    if dy.shape[-1] != n:
-        raise _refuse(
-            "linear_dx", f"dy {tuple(dy.shape)} with weight {tuple(weight.shape)}", "dy [*, N], weight [N, K]"
-        )
     rows, w = _2d(dy), _2d(weight)
     out_dtype = out_dtype or dy.dtype
     dx = torch.empty((*dy.shape[:-1], k), dtype=out_dtype)
@@ -303,12 +313,37 @@ def linear_dx(
     return dx
 
 
+def _check_pairs(name: str, n: int, leaf: int, leaves: int) -> None:
+    if n != 2 * leaf * leaves:
+        raise _refuse(
+            name, f"{leaves} leaves of {leaf} for paired N={n}", "whole leaves of each half: 2 * leaf * leaves = N"
+        )
+
+
+def linear_dx(
+    dy: Tensor, weight: Tensor, leaf: int, leaves: int, out_dtype: torch.dtype | None, paired: bool
+) -> Tensor:
+    code = _code("linear_dx", dy, weight)
+    n, k = weight.shape
+    if paired:
+        _check_pairs("linear_dx", n, leaf, leaves)
+    if dy.shape[-1] != n:
+        raise _refuse(
+            "linear_dx", f"dy {tuple(dy.shape)} with weight {tuple(weight.shape)}", "dy [*, N], weight [N, K]"
+        )
+    if _stored_transposed(weight):
+        return _times_transposed(code, dy, weight.t(), None, leaf, leaves, out_dtype, paired)
+    return _times(code, dy, weight, leaf, leaves, out_dtype, paired)
+
+
 def _check_grad(name: str, grad: Tensor, shape: tuple[int, ...]) -> None:
     if grad.dtype != torch.float32 or tuple(grad.shape) != shape or not grad.is_cpu or not grad.is_contiguous():
         raise _refuse(name, f"grad {grad.dtype} {tuple(grad.shape)}", f"a contiguous float32 tensor {shape} on the CPU")
 
 
 def linear_dw(dy: Tensor, x: Tensor, grad: Tensor, batch: int, row_offsets: Tensor | None, spans: int) -> None:
+    if _stored_transposed(grad):
+        dy, x, grad = x, dy, grad.t()  # a product's factors commute
     code = _code("linear_dw", dy, x)
     a, b = _2d(dy), _2d(x)
     n, k = a.shape[1], b.shape[1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from mindspeed_tpi.parallel import tree
 from mindspeed_tpi.parallel.embedding import vocab_parallel_embedding
 from mindspeed_tpi.parallel.linear import column_parallel_linear, row_parallel_linear
 from mindspeed_tpi.parallel.mappings import gather_columns, split_columns
+from mindspeed_tpi.patches.megatron_core.stand_in import StandIn, stand_in
 from mindspeed_tpi.patches.megatron_core.support import UNTIL, VERSIONS, gradient_row_group, real_vocab, served
 from mindspeed_tpi.patching import Patch
 
@@ -137,6 +138,17 @@ def add_head_gradients(model: torch.nn.Module) -> None:
             delattr(parameter, HEAD_GRAD)
 
 
+def _fusion(name: str, value: Any, kind: Literal["replace", "add"]) -> Patch:
+    return stand_in(
+        f"megatron.core.tensor_parallel.layers:{name}",
+        value,
+        extension="apex's fused_weight_gradient_mlp_cuda",
+        instead="this package's operators add weight gradients into main_grad themselves",
+        versions=VERSIONS,
+        kind=kind,
+    )
+
+
 PATCHES = (
     Patch(
         target="megatron.core.tensor_parallel.layers:ColumnParallelLinear.forward",
@@ -161,5 +173,11 @@ PATCHES = (
         versions=VERSIONS,
         parameters=("self", "input_"),
         until=UNTIL,
+    ),
+    _fusion("_grad_accum_fusion_available", True, "replace"),
+    _fusion(
+        "fused_weight_gradient_mlp_cuda",
+        StandIn("apex's fused_weight_gradient_mlp_cuda", "gradient_accumulation_fusion"),
+        "add",
     ),
 )

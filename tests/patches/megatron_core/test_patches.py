@@ -115,8 +115,8 @@ def _config(**changes: Any) -> Any:
     ("setting", "value"),
     [
         ("mtp_num_layers", 1),
-        ("moe_grouped_gemm", True),
         ("moe_shared_expert_overlap", True),
+        ("overlap_moe_expert_parallel_comm", True),
         ("moe_router_load_balancing_type", "sinkhorn"),
         ("moe_aux_loss_coeff", 0.01),
         ("moe_aux_loss_coeff", [0.0, 0.01]),
@@ -144,11 +144,6 @@ def test_what_is_not_served_is_refused_by_name(setting: str, value: Any) -> None
     assert support.unsupported(_config()) == []
     with pytest.raises(ParityError, match=f"{setting}=.*\\("):
         GPTModel(_config(**{setting: value}), get_gpt_layer_local_spec(normalization="RMSNorm"), 64, 64)
-
-
-def test_the_flex_dispatcher_is_refused() -> None:
-    config = _config(num_moe_experts=8, moe_token_dispatcher_type="flex")
-    assert support.unsupported(config) == ["moe_token_dispatcher_type='flex' (use 'alltoall' or 'allgather')"]
 
 
 def test_outside_strict_mode_it_runs_as_upstream_wrote_it(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:

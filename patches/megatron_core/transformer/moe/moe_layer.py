@@ -19,6 +19,7 @@ from mindspeed_tpi.patches.megatron_core.support import (
     by_version,
     context_parallel_group,
     gradient_row_group,
+    outside,
     served,
 )
 from mindspeed_tpi.patching import Patch
@@ -51,6 +52,13 @@ def forward(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> tuple[Tensor, None]:
         if not served(self.config):
             return original(self, hidden_states, intermediate_tensors, padding_mask)  # type: ignore[no-any-return]
+        parameters = _parameters(self.experts)
+        if parameters is None:
+            outside(
+                f"experts of class {type(self.experts).__qualname__}; build the layers from get_gpt_layer_local_spec, whose "
+                "SequentialMLP and GroupedMLP are served"
+            )
+            return original(self, hidden_states, intermediate_tensors, padding_mask)  # type: ignore[no-any-return]
         if intermediate_tensors is not None or padding_mask is not None:
             raise ParityError(
                 "outside the numerics contract: MoELayer with intermediate_tensors (CUDA graphs) or a padding_mask; pass neither"
@@ -63,13 +71,13 @@ def forward(original: Callable[..., Any]) -> Callable[..., Any]:
         if self.moe_layer_recompute and self.training:
             from megatron.core import tensor_parallel
 
-            return tensor_parallel.checkpoint(lambda x: _layer(self, x), False, hidden_states), None
-        return _layer(self, hidden_states), None
+            return tensor_parallel.checkpoint(lambda x: _layer(self, x, parameters), False, hidden_states), None
+        return _layer(self, hidden_states, parameters), None
 
     return moe_forward
 
 
-def _layer(self: Any, hidden: Tensor) -> Tensor:
+def _layer(self: Any, hidden: Tensor, parameters: tuple[list[Tensor], list[Tensor], bool]) -> Tensor:
     config, router = self.config, self.router
     length, batch, width = hidden.shape
     to_experts, to_router, to_shared, to_gate = moe.fork(hidden, 4)
@@ -93,21 +101,32 @@ def _layer(self: Any, hidden: Tensor) -> Tensor:
         config.num_moe_experts,
         self.ep_group,
         self.experts.tp_group,
-        config.moe_token_dispatcher_type,
+        "allgather" if config.moe_token_dispatcher_type == "allgather" else "alltoall",
     )
-    local = self.experts.local_experts
+    fc1, fc2, grouped = parameters
     out = moe.experts(
         to_experts.flatten(0, 1),
         weights,
         dispatch,
-        [expert.linear_fc1.weight for expert in local],
-        [expert.linear_fc2.weight for expert in local],
+        fc1,
+        fc2,
         etp_group=self.experts.tp_group,
         rows=rows,
+        grouped=grouped,
     ).view(length, batch, width)
     if not self.use_shared_expert:
         return out
     return ops.residual_add(out, _shared_expert(self.shared_experts, to_shared, to_gate))
+
+
+def _parameters(experts: Any) -> tuple[list[Tensor], list[Tensor], bool] | None:
+    """(fc1, fc2, grouped) of `moe.experts`; None for experts of another storage, such as TEGroupedMLP."""
+    if hasattr(experts, "local_experts"):
+        local = experts.local_experts
+        return [e.linear_fc1.weight for e in local], [e.linear_fc2.weight for e in local], False
+    if hasattr(experts, "weight1"):
+        return [experts.weight1], [experts.weight2], True
+    return None
 
 
 def _shared_expert(shared: Any, hidden: Tensor, to_gate: Tensor) -> Tensor:
