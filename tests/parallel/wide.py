@@ -1,4 +1,4 @@
-"""Many layouts on both sides, for every family: python -m tests.parallel.wide [--models NAME ...]
+"""Layouts on both sides, for the families beyond the grid of `test_layouts.py`: python -m tests.parallel.wide [--models NAME ...]
 
 Runs `mindspeed-tpi parity --matrix` on hard random models, engine against engine; part of `make test-long`. Exit status: the
 worst of the models'.
@@ -15,14 +15,9 @@ from pathlib import Path
 
 from tests.models import write_model
 
-DENSE = "tp=1 tp=2 tp=2,sp=1 tp=4,sp=1 pp=2 pp=2,vpp=2 dp=2 cp=2 cp=2,cp_type=allgather cp=4 tp=2,sp=1,pp=2 tp=2,sp=1,cp=2 x tp=1 tp=2"
-MOE = (
-    "tp=1 tp=2,sp=1 dp=2,ep=2 tp=2,sp=1,ep=2 tp=2,sp=1,etp=2 tp=2,sp=1,ep=2,dispatcher=allgather cp=2,ep=2 pp=2 "
-    "tp=4,sp=1,ep=4 tp=4,sp=1,ep=2,etp=2 tp=2,sp=1,pp=2,ep=2 tp=2,sp=1,dp=2,ep=4 x tp=1 tp=2 tp=2,ep=2"
-)
-MODELS = {name: DENSE for name in ("llama", "llama-tied", "qwen2", "qwen3", "mistral")} | {
-    name: MOE for name in ("qwen3-moe", "qwen2-moe", "mixtral", "glm4-moe")
-}
+DENSE = "tp=2,sp=1 pp=2,vpp=2 cp=2 cp=2,cp_type=a2a tp=2,sp=1,cp=2 tp=2,sp=1,dp=2 x tp=1 tp=2"
+MOE = "tp=2,sp=1,etp=2 dp=2,ep=2 cp=2,ep=2 pp=2,vpp=2 tp=4,sp=1,ep=4 tp=2,sp=1,dp=2,ep=4 x tp=1 tp=2,ep=2"
+MODELS = {"llama": DENSE, "mistral": DENSE, "mixtral": MOE, "qwen2-moe": MOE, "glm4-moe": MOE}
 OPTIONS = ["--num-prompts", "6", "--prompt-len", "1:130", "--max-new-tokens", "8", "--max-num-batched-tokens", "64"]
 
 
