@@ -102,7 +102,9 @@ def test_experts_of_another_class_are_refused(trainer: Build) -> None:
     t = trainer("qwen3-moe", **SIZES)
     layer = next(module for module in t.model.modules() if type(module).__name__ == "MoELayer")
     layer.experts = type("TEGroupedMLP", (torch.nn.Module,), {})()
-    with pytest.raises(ParityError, match="experts of class TEGroupedMLP; build the layers from get_gpt_layer_local_spec"):
+    with pytest.raises(
+        ParityError, match="experts of class TEGroupedMLP; build the layers from get_gpt_layer_local_spec"
+    ):
         layer(torch.zeros(4, 1, 64, dtype=torch.bfloat16))
 
 
@@ -114,7 +116,9 @@ def test_stand_ins_say_what_is_missing(monkeypatch: pytest.MonkeyPatch, trainer:
     monkeypatch.setenv("MINDSPEED_TPI", "1")
     t.model.config.moe_z_loss_coeff = 1e-3
     experts = next(module for module in t.model.modules() if type(module).__name__ == "GroupedMLP")
-    with pytest.raises(ParityError, match="the package grouped_gemm is not installed, .* or leave moe_grouped_gemm off"):
+    with pytest.raises(
+        ParityError, match="the package grouped_gemm is not installed, .* or leave moe_grouped_gemm off"
+    ):
         experts(torch.zeros(8, 64, dtype=torch.bfloat16), torch.ones(8, dtype=torch.int64), torch.ones(8))
 
 

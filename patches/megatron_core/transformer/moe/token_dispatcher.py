@@ -23,7 +23,9 @@ def set_deepep_num_sms(num_sms: int) -> None:
 
 
 PATCHES: tuple[Patch, ...] = (
-    _patch("fused_dispatch", StandIn("DeepEP", "moe_token_dispatcher_type='flex'"), "DeepEP", "megatron-core>=0.15,<0.17"),
+    _patch(
+        "fused_dispatch", StandIn("DeepEP", "moe_token_dispatcher_type='flex'"), "DeepEP", "megatron-core>=0.15,<0.17"
+    ),
     _patch("set_deepep_num_sms", set_deepep_num_sms, "DeepEP", "megatron-core>=0.15,<0.17"),
     _patch(
         "hybrid_ep_dispatch",
