@@ -23,7 +23,8 @@ test: $(VENV)/ready
 
 # Resumable: out/long remembers what has passed.
 test-long: $(VENV)/ready
-	@command -v aarch64-linux-gnu-g++ qemu-aarch64 >/dev/null || apt-get install -y -q g++-aarch64-linux-gnu qemu-user
+	@command -v aarch64-linux-gnu-g++ && command -v qemu-aarch64 && test -d /usr/include/simde || \
+	  apt-get install -y -q g++-aarch64-linux-gnu qemu-user libsimde-dev
 	$(BIN)/python -m tests.native.hashes
 	timeout 120m $(BIN)/python -m tests.ops.long --state out/long --jobs 2
 

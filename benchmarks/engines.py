@@ -20,7 +20,6 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -167,7 +166,9 @@ def plot(medians: dict[str, dict[bool, dict[str, float]]], path: Path) -> None:
         bars = axes.barh([row + index * height for row in range(len(ROWS))], ratios, height, label=dtype)
         axes.bar_label(bars, fmt="%.2f", padding=3)
     axes.axvline(1.0, color="black", linewidth=1)
-    axes.set_yticks([row + 0.4 - height / 2 for row in range(len(ROWS))], [label.split(",")[0] for label in ROWS.values()])
+    axes.set_yticks(
+        [row + 0.4 - height / 2 for row in range(len(ROWS))], [label.split(",")[0] for label in ROWS.values()]
+    )
     axes.invert_yaxis()
     axes.set_xlabel("parity / stock (below 1: parity is faster or smaller)")
     axes.legend()

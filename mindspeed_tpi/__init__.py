@@ -6,6 +6,7 @@ Import this package before Megatron-core or MindSpeed. With `MINDSPEED_TPI=0` th
 from __future__ import annotations
 
 import logging
+import sys
 
 from mindspeed_tpi import envs
 from mindspeed_tpi.errors import ParityError
@@ -34,14 +35,23 @@ def enable(*upstreams: str) -> None:
         if upstream not in _registries:
             _registries[upstream] = Registry(patches.declared((upstream,)), strict=envs.strict())
         _registries[upstream].apply()
+    if envs.MODE.get() == "audit":
+        from mindspeed_tpi import audit
+
+        audit.start()
 
 
 def disable() -> None:
-    """Undo everything: every patched target is its original object again.
+    """Undo everything: every patched target is its original object again, and an audit ends.
 
     Raises:
         PatchError: somebody else replaced a target after this package did; the message names it.
+        ParityError: the audit cannot end here (`audit.stop`).
     """
+    if "mindspeed_tpi.audit" in sys.modules:
+        from mindspeed_tpi import audit
+
+        audit.stop()
     while _registries:
         upstream = next(reversed(_registries))
         _registries[upstream].revert()

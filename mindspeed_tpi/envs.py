@@ -44,8 +44,8 @@ MODE = Flag(
     "MINDSPEED_TPI",
     "1",
     "`0`: importing the package changes nothing. `1`: patches apply; what lies outside the contract runs as upstream wrote it, with one "
-    "warning. `strict`: what lies outside the contract raises `ParityError`. `audit`: as `1`, and counts every accumulating operator "
-    "that ran. Unset: an explicit import acts as `1`, entry points (vLLM) do nothing.",
+    "warning. `strict`: what lies outside the contract raises `ParityError`. `audit`: as `1`, and records every accumulating operator "
+    "that ran eagerly and who called it, for `mindspeed-tpi doctor --audit`. Unset: an explicit import acts as `1`, entry points (vLLM) do nothing.",
     ("0", "1", "strict", "audit"),
 )
 BACKEND = Flag(
@@ -58,11 +58,23 @@ CONTRACT = Flag(
     "",
     "Overrides of contract constants: a JSON object, or the path of a file that holds one.",
 )
+AUDIT = Flag(
+    "MINDSPEED_TPI_AUDIT",
+    "mindspeed_tpi_audit",
+    "Directory in which each process of mode `audit` leaves its record, `<process id>.json`, when it ends.",
+)
 LOG = Flag(
     "MINDSPEED_TPI_LOG", "warning", "Log level of the `mindspeed_tpi` logger.", ("debug", "info", "warning", "error")
 )
 
-FLAGS = (MODE, BACKEND, CONTRACT, LOG)
+GRADIENT_GROUPS = Flag(
+    "MINDSPEED_TPI_GRADIENT_GROUPS",
+    "0",
+    "A power of two G, at least the largest data-parallel size in use: gradients become equal also for every data-, context-, expert- "
+    "and expert-data-parallel size (docs/invariance.md states what it asks and costs). `0`: off.",
+)
+
+FLAGS = (MODE, BACKEND, CONTRACT, AUDIT, LOG, GRADIENT_GROUPS)
 
 
 def strict() -> bool:

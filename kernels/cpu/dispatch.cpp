@@ -49,6 +49,9 @@ constexpr int kTableCount = int(sizeof(kTables) / sizeof(kTables[0]));
 bool runs_here(int i) {
 #if defined(__x86_64__)
   if (i == 1) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+#if defined(TPI_EMULATE_AVX512)
+  if (i == 2) return runs_here(1);
+#endif
   if (i == 2)
     return runs_here(1) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");

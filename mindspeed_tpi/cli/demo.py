@@ -37,9 +37,8 @@ ENGINE = EngineOptions(max_num_seqs=16, max_num_batched_tokens=64, block_size=32
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mindspeed-tpi"
     parser.add_argument(
-        "--cache", type=Path, default=cache, help="where the unpacked model is kept (default %(default)s)"
+        "--cache", type=Path, default=default_cache(), help="where the unpacked model is kept (default %(default)s)"
     )
     parser.add_argument("--out", type=Path, default=Path("out"), help="directory of the results (default %(default)s)")
 
@@ -85,6 +84,11 @@ def show(result: driver.Result, out: Path, command: str, must_happen: tuple[str,
     if absent:
         print(f"the demo proves too little: {', '.join(absent)} must not be 0", file=sys.stderr)
     return 0 if result.exact and not absent else 1
+
+
+def default_cache() -> Path:
+    """Where demo models are kept: `$XDG_CACHE_HOME/mindspeed-tpi`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mindspeed-tpi"
 
 
 def prepare(cache: Path) -> Path:

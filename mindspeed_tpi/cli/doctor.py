@@ -2,6 +2,8 @@
 
 Each installed upstream is imported with the patches applied, so that a patch is `applied`, `not needed` or `refused`;
 it is `pending` only when its upstream is not installed. Exit status: 0 all well, 1 a patch is refused or no backend serves.
+
+With --audit, show instead what ran in the processes of mode `audit` that left their records in a directory; exit status 0.
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ import platform
 import sys
 import warnings
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import mindspeed_tpi
-from mindspeed_tpi import contract, envs, patches, versions
+from mindspeed_tpi import audit, contract, envs, patches, versions
 from mindspeed_tpi.errors import BackendError
 from mindspeed_tpi.ops import backends
 from mindspeed_tpi.parity.report import text_table
@@ -28,9 +31,21 @@ from mindspeed_tpi.platform import cpu
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--audit",
+        type=Path,
+        nargs="?",
+        const=Path(envs.AUDIT.get()),
+        metavar="DIR",
+        help="show the records of MINDSPEED_TPI=audit (default %(const)s)",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.audit is not None:
+        calls = audit.merged(options.audit)
+        print(json.dumps(calls, indent=2) if options.json else _calls_text(calls))
+        return 0
     found = examine()
     print(json.dumps(found, indent=2) if options.json else _text(found))
     return 0 if found["healthy"] else 1
@@ -115,6 +130,16 @@ def _text(found: dict[str, Any]) -> str:
         ", ".join(f"{n} {state}" for state, n in Counter(s["state"] for s in states).items()),
         *(f"{s['state']}: {s['target']}: {s['why']}" for s in states if s["state"] in ("refused", "pending")),
     ]
+    return "\n".join(lines)
+
+
+def _calls_text(calls: list[dict[str, Any]]) -> str:
+    """The calls grouped by kind, what lies outside the contract first."""
+    lines = []
+    for kind, meaning in audit.KINDS.items():
+        rows = [[f"  {c['operator']}  {c['caller']}", str(c["count"])] for c in calls if c["kind"] == kind]
+        total = sum(c["count"] for c in calls if c["kind"] == kind)
+        lines += [f"{meaning}: {total} calls", *([text_table(rows)] if rows else [])]
     return "\n".join(lines)
 
 

@@ -8,13 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mindspeed_tpi import envs
+from mindspeed_tpi.errors import ParityError
+from mindspeed_tpi.ops import gradient_groups
+
 
 def needs_grad(*tensors: Tensor | None) -> bool:
     """Whether autograd must record an operator on these operands."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
 
 
-def parameter_gradient(parameter: Tensor, accumulate: Callable[[Tensor], None]) -> Tensor:
+def parameter_gradient(parameter: Tensor, accumulate: Callable[..., None], rows: int, peers: int = 1) -> Tensor:
     """The gradient of a parameter, kept in f32 where the framework has a place for it.
 
     A parameter with a `main_grad` (Megatron's f32 gradient buffer) is accumulated there directly; what autograd then
@@ -23,13 +31,23 @@ def parameter_gradient(parameter: Tensor, accumulate: Callable[[Tensor], None]) 
 
     Args:
         parameter: the leaf tensor.
-        accumulate: adds this step's gradient into an f32 tensor of the parameter's shape.
+        accumulate: adds this micro-batch's gradient into an f32 tensor of the parameter's shape; with `peers`, takes as
+            many tensors and adds each data-parallel rank's rows to its own.
+        rows: rows of the micro-batch (contract section 9), of each of these ranks.
+        peers: data-parallel ranks whose rows are summed here, if `MINDSPEED_TPI_GRADIENT_GROUPS` tells them apart.
+
+    Raises:
+        ParityError: gradient groups, and a parameter without `main_grad`, or rows that do not fit them.
     """
     main_grad = getattr(parameter, "main_grad", None)
     if main_grad is not None:
-        accumulate(main_grad)
+        gradient_groups.accumulate(main_grad, accumulate, rows, peers)
         parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         return parameter.new_zeros(()).expand(parameter.shape)
+    if gradient_groups.count():
+        raise ParityError(
+            f"{envs.GRADIENT_GROUPS.name} needs Megatron-core's f32 gradient buffers: wrap the model in DistributedDataParallel"
+        )
     grad = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
     accumulate(grad)
     return grad.to(parameter.dtype)

@@ -49,6 +49,7 @@ def _gradient(ctx: Any, dy: Tensor) -> Tensor:
     return parameter_gradient(
         weight,
         lambda g: schemas.embedding_dw(dy.reshape(-1, dy.shape[-1]), ids.reshape(-1), g, vocab_start, batch, None),
+        batch,
     )
 
 

@@ -43,7 +43,7 @@ def linear(
     """
     cut = leaves or contract.current().leaves(weight.shape[1])
     if needs_grad(x, weight, bias):
-        result: Tensor = _Linear.apply(x, weight, bias, cut, dx_leaves, paired, out_dtype, batch, row_offsets)
+        result: Tensor = _Linear.apply(x, weight, bias, cut, out_dtype, (dx_leaves, paired, batch, row_offsets))
         return result
     return schemas.linear(x, weight, bias, cut.size, cut.count, out_dtype)
 
@@ -89,10 +89,15 @@ def _gradients(
     dy = dy.to(x.dtype)  # an f32 output's gradient is an activation gradient too: rounded once
     dx = linear_dx(dy, weight, leaves=dx_leaves, paired=paired) if ctx.needs_input_grad[0] else None
     dw = db = None
+    rows = batch if row_offsets is None else row_offsets.numel() - 1
     if ctx.needs_input_grad[1]:
-        dw = parameter_gradient(weight, lambda g: linear_dw(dy, x, g, batch=batch, row_offsets=row_offsets))
+        dw = parameter_gradient(weight, lambda g: linear_dw(dy, x, g, batch=batch, row_offsets=row_offsets), rows)
     if bias is not None and ctx.needs_input_grad[2]:
-        db = parameter_gradient(bias, lambda g: linear_db(dy, g, batch=batch, row_offsets=row_offsets, spans=spans()))
+
+        def add(grad: Tensor) -> None:
+            linear_db(dy, grad, batch=batch, row_offsets=row_offsets, spans=spans())
+
+        db = parameter_gradient(bias, add, rows)
     return dx, dw, db
 
 
@@ -104,19 +109,16 @@ class _Linear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         cut: Leaves,
-        dx_leaves: Leaves | None,
-        paired: bool,
         out_dtype: torch.dtype | None,
-        batch: int,
-        row_offsets: Tensor | None,
+        options: tuple[Leaves | None, bool, int, Tensor | None],
     ) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
-        ctx.options = (dx_leaves, paired, batch, row_offsets)
+        ctx.options = options
         return schemas.linear(x, weight, bias, cut.size, cut.count, out_dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return (*_gradients(ctx, grads[0], *ctx.options), *[None] * 6)
+        return (*_gradients(ctx, grads[0], *ctx.options), None, None, None)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

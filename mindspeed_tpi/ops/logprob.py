@@ -11,6 +11,7 @@ from torch import Tensor
 from mindspeed_tpi import contract
 from mindspeed_tpi.ops import _schemas as schemas
 from mindspeed_tpi.ops._autograd import needs_grad, parameter_gradient
+from mindspeed_tpi.ops._running_tree import RunningTree
 from mindspeed_tpi.ops.linear import linear_dw
 
 CHUNK_ELEMENTS = 1 << 24  # logits held at once by the fused form: 64 MiB of f32
@@ -156,7 +157,7 @@ class _LinearLogprob(torch.autograd.Function):
         leaves = v.count  # per block: halved while a block is too large, so that each block is a subtree
         while leaves > 1 and tokens.numel() * leaves * v.size > CHUNK_ELEMENTS:
             leaves //= 2
-        tree = _Tree()
+        tree = RunningTree()
 
         def blocks(accumulate: Tensor | None) -> None:
             for start in range(0, v.size * v.count, leaves * v.size):
@@ -176,26 +177,8 @@ class _LinearLogprob(torch.autograd.Function):
 
         dweight = None
         if ctx.needs_input_grad[1]:
-            dweight = parameter_gradient(weight, blocks)
+            dweight = parameter_gradient(weight, blocks, ctx.batch)
         else:
             blocks(None)
         dhidden = tree.root().to(hidden.dtype) if ctx.needs_input_grad[0] else None
         return dhidden, dweight, None, None, None, None, None
-
-
-class _Tree:
-    """Balanced binary tree over equally deep nodes that arrive in order: a binary counter of partial sums."""
-
-    def __init__(self) -> None:
-        self._nodes: list[tuple[int, Tensor]] = []
-
-    def add(self, node: Tensor) -> None:
-        depth = 0
-        while self._nodes and self._nodes[-1][0] == depth:
-            node = schemas.tree_sum(torch.stack((self._nodes.pop()[1], node)), None, torch.float32)
-            depth += 1
-        self._nodes.append((depth, node))
-
-    def root(self) -> Tensor:
-        ((_, node),) = self._nodes
-        return node

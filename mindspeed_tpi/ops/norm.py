@@ -105,7 +105,7 @@ def _gradients(ctx: Any, dy: Tensor, dskip: Tensor | None, batch: int, per_head:
     x, weight, rstd = ctx.saved_tensors
     dw = None
     if weight.requires_grad:
-        dw = parameter_gradient(weight, lambda g: rms_norm_dw(dy, x, rstd, g, batch=batch, per_head=per_head))
+        dw = parameter_gradient(weight, lambda g: rms_norm_dw(dy, x, rstd, g, batch=batch, per_head=per_head), batch)
     return schemas.rms_norm_backward(dy, x, weight, rstd, dskip), dw
 
 

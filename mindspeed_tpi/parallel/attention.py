@@ -1,7 +1,7 @@
 """Attention over a sequence that context-parallel ranks share (contract section 3).
 
-A sequence of S tokens is cut in 2·ranks chunks; rank r holds chunks r and 2·ranks − 1 − r (Megatron-core's zigzag). Whatever
-the exchange, a query sees the keys of its own sequence in position order, block by block: only who computes it changes.
+Whatever the exchange, a query sees the keys of its own sequence in position order, block by block: only who computes it
+changes.
 """
 
 from __future__ import annotations
@@ -16,26 +16,21 @@ from mindspeed_tpi import contract, ops
 from mindspeed_tpi.errors import LayoutError
 from mindspeed_tpi.ops import _schemas as schemas
 from mindspeed_tpi.ops._autograd import needs_grad
-from mindspeed_tpi.parallel import tree
+from mindspeed_tpi.parallel import tree, zigzag
 
 Exchange = Literal["p2p", "all_gather", "a2a"]
 
 
-def zigzag_positions(length: int, group: Any) -> Tensor:
-    """Absolute positions int64 [length] of this rank's tokens, of sequences of length · ranks tokens."""
-    ranks, mine = tree.size(group), tree.rank(group)
-    if ranks == 1:
-        return torch.arange(length)
-    if length % 2:
-        raise LayoutError(
-            f"{length} tokens per context-parallel rank are not two chunks; pad to a multiple of {2 * ranks}"
-        )
-    chunk = length // 2
-    return torch.cat([torch.arange(c * chunk, (c + 1) * chunk) for c in (mine, 2 * ranks - 1 - mine)])
-
-
 def context_parallel_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, group: Any, exchange: Exchange, scale: float, window: int = 0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: Any,
+    exchange: Exchange,
+    scale: float,
+    window: int = 0,
+    whole_rows: bool = False,
 ) -> Tensor:
     """Causal attention of this rank's queries.
 
@@ -45,6 +40,8 @@ def context_parallel_attention(
         exchange: `a2a` swaps heads for tokens (Ulysses); `p2p` and `all_gather` bring every rank the keys and values of the
             whole sequence, one neighbour at a time or at once.
         window: keys visible to a query; 0: all.
+        whole_rows: sum the gradients of K and V as one rank would, over the whole sequence. `a2a` always does; the others then
+            run the whole backward pass on every rank.
 
     Returns:
         [S / ranks, B, Hq, D].
@@ -55,7 +52,7 @@ def context_parallel_attention(
     if exchange == "a2a":
         return _ulysses(q, k, v, group, scale, window)
     if needs_grad(q, k, v):
-        out: Tensor = _Gathered.apply(q, k, v, group, exchange, scale, window)
+        out: Tensor = _Gathered.apply(q, k, v, group, exchange, scale, window, whole_rows)
         return out
     keys, values = _whole(k, group, exchange), _whole(v, group, exchange)
     return torch.cat([_chunk(q, keys, values, i, group, scale, window)[0] for i in range(2)])
@@ -98,33 +95,16 @@ class _SwapHeads(torch.autograd.Function):
 
 
 def _to_heads(x: Tensor, group: Any) -> Tensor:
-    return _in_order(tree.all_to_all(torch.stack(x.chunk(tree.size(group), dim=2)), group))
+    return zigzag.in_order(tree.all_to_all(torch.stack(x.chunk(tree.size(group), dim=2)), group))
 
 
 def _to_tokens(x: Tensor, group: Any) -> Tensor:
-    return torch.cat(list(tree.all_to_all(_by_rank(x, tree.size(group)), group)), dim=2)
-
-
-def _in_order(parts: Tensor) -> Tensor:
-    """[ranks, S / ranks, …] in zigzag order → [S, …] in position order."""
-    return torch.cat(_chunks_in_order(parts.unflatten(1, (2, -1))))
-
-
-def _chunks_in_order(pairs: Tensor) -> list[Tensor]:
-    """Each rank's two chunks [ranks, 2, …] → the 2 · ranks chunks by position."""
-    ranks = pairs.shape[0]
-    return [pairs[c, 0] if c < ranks else pairs[2 * ranks - 1 - c, 1] for c in range(2 * ranks)]
-
-
-def _by_rank(x: Tensor, ranks: int) -> Tensor:
-    """The inverse of `_in_order`."""
-    chunks = x.chunk(2 * ranks)
-    return torch.stack([torch.cat((chunks[r], chunks[2 * ranks - 1 - r])) for r in range(ranks)])
+    return torch.cat(list(tree.all_to_all(zigzag.by_rank(x, tree.size(group)), group)), dim=2)
 
 
 def _whole(x: Tensor, group: Any, exchange: Exchange) -> Tensor:
     """[S, B, Hk, D] in position order."""
-    return _in_order(_ring(x, group) if exchange == "p2p" else tree.gather(x, group))
+    return zigzag.in_order(_ring(x, group) if exchange == "p2p" else tree.gather(x, group))
 
 
 def _ring(x: Tensor, group: Any) -> Tensor:
@@ -165,23 +145,33 @@ def _seqs(chunk: int, batch: int, index: int, group: Any) -> Tensor:
 class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: Any, exchange: Exchange, scale: float, window: int
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        group: Any,
+        exchange: Exchange,
+        scale: float,
+        window: int,
+        whole_rows: bool,
     ) -> Tensor:
         keys, values = _whole(k, group, exchange), _whole(v, group, exchange)
         halves = [_chunk(q, keys, values, i, group, scale, window) for i in range(2)]
         ctx.save_for_backward(q, k, v, *(t for half in halves for t in half))
-        ctx.options = (group, exchange, scale, window)
+        ctx.options = (group, exchange, scale, window, whole_rows)
         return torch.cat([half[0] for half in halves])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         """Every chunk of queries gives f32 roots of dK and dV; a tree adds the chunks in position order, at the key's rank."""
         q, k, v, *saved = ctx.saved_tensors
-        group, exchange, scale, window = ctx.options
+        group, exchange, scale, window, whole_rows = ctx.options
         ranks, segment = tree.size(group), contract.current().segment_blocks
         rows, batch, heads, dim = q.shape
         chunk = rows // 2
         whole = [_whole(x, group, exchange).flatten(0, 1) for x in (k, v)]
+        if whole_rows:
+            return *_whole_backward(grads[0], q, whole, saved, group, scale, window), *[None] * 5
         dq, roots = [], []
         for index in range(2):
             part = slice(index * chunk, (index + 1) * chunk)
@@ -205,7 +195,21 @@ class _Gathered(torch.autograd.Function):
             dq.append(got[0].view(chunk, batch, heads, dim))
             roots.append(torch.stack(got[1:]).unflatten(1, (ranks * rows, batch)))  # [dK and dV, S, B, Hk, D]
         dkv = _exchange_roots(torch.stack(roots), group)
-        return torch.cat(dq), _rounded(dkv[0] * scale, k.dtype), _rounded(dkv[1], v.dtype), None, None, None, None
+        return torch.cat(dq), _rounded(dkv[0] * scale, k.dtype), _rounded(dkv[1], v.dtype), *[None] * 5
+
+
+def _whole_backward(
+    dout: Tensor, q: Tensor, key_values: list[Tensor], saved: list[Tensor], group: Any, scale: float, window: int
+) -> tuple[Tensor, ...]:
+    """This rank's part of (dq, dk, dv) of the whole sequence; saved: (out, m, l) of both chunks."""
+    rows, batch = q.shape[:2]
+    length, segment = rows * tree.size(group), contract.current().segment_blocks
+    sums = (torch.cat(saved[i::3], dim=1).t().unflatten(0, (rows, batch)) for i in (1, 2))
+    dout, q, out, m, l = (zigzag.gather(x, group).flatten(0, 1) for x in (dout, q, torch.cat(saved[::3]), *sums))  # noqa: E741
+    seqs = ops.sbhd_seqs(length, batch)
+    sums = (x.t().contiguous() for x in (m, l))
+    got = schemas.attention_backward(dout, q, *key_values, out, *sums, seqs, batch, scale, window, segment, False)
+    return tuple(zigzag.own(x.unflatten(0, (length, batch)), group) for x in got)
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -217,9 +221,11 @@ def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _exchange_roots(roots: Tensor, group: Any) -> Tensor:
     """Roots [2 chunks of queries, 2, S, …] of this rank → the sums over all chunks for its keys, [2, S / ranks, …]."""
     ranks = tree.size(group)
-    sent = torch.stack([torch.stack([_by_rank(x, ranks) for x in half]) for half in roots])  # [2, 2, ranks, S/ranks, …]
+    sent = torch.stack(
+        [torch.stack([zigzag.by_rank(x, ranks) for x in half]) for half in roots]
+    )  # [2, 2, ranks, S/ranks, …]
     sent = sent.permute(2, 0, 1, *range(3, sent.dim()))
-    received = _chunks_in_order(tree.all_to_all(sent, group))
+    received = zigzag.chunks_in_order(tree.all_to_all(sent, group))
     total: Tensor = schemas.tree_sum(torch.stack(received), None, torch.float32)
     return total
 

@@ -10,24 +10,33 @@ from torch import Tensor
 from mindspeed_tpi import ops
 from mindspeed_tpi.ops import _schemas as schemas
 from mindspeed_tpi.ops._autograd import needs_grad, parameter_gradient
-from mindspeed_tpi.parallel import tree
+from mindspeed_tpi.parallel import tree, zigzag
 
 
 def vocab_parallel_embedding(
-    weight: Tensor, ids: Tensor, *, group: Any, vocab_start: int, vocab_size: int, sequence_parallel: bool = False
+    weight: Tensor,
+    ids: Tensor,
+    *,
+    group: Any,
+    vocab_start: int,
+    vocab_size: int,
+    sequence_parallel: bool = False,
+    row_group: Any = None,
 ) -> Tensor:
     """Rows of a table of which each rank holds `weight` [rows, H], from id `vocab_start` on.
 
     Args:
         ids: int64 [B, S], the same on every rank. vocab_size: ids must lie below it.
         sequence_parallel: return this rank's rows of [S, B, H].
+        row_group: context-parallel ranks whose parts of each row are gathered for the table's gradient, which the first of
+            them computes.
 
     Returns:
         [B, S, H], the owner's bits on every rank; or [S / ranks, B, H].
     """
     if not needs_grad(weight):
         return _forward(weight, ids, group, vocab_start, vocab_size, sequence_parallel)
-    y: Tensor = _VocabParallelEmbedding.apply(weight, ids, group, vocab_start, vocab_size, sequence_parallel)
+    y: Tensor = _VocabParallelEmbedding.apply(weight, ids, group, vocab_start, vocab_size, sequence_parallel, row_group)
     return y
 
 
@@ -41,17 +50,29 @@ def _forward(
 class _VocabParallelEmbedding(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, weight: Tensor, ids: Tensor, group: Any, vocab_start: int, vocab_size: int, sequence_parallel: bool
+        ctx: Any,
+        weight: Tensor,
+        ids: Tensor,
+        group: Any,
+        vocab_start: int,
+        vocab_size: int,
+        sequence_parallel: bool,
+        row_group: Any,
     ) -> Tensor:
         ctx.save_for_backward(weight, ids)
-        ctx.options = (group, vocab_start, sequence_parallel)
+        ctx.options = (group, vocab_start, sequence_parallel, row_group)
         return _forward(weight, ids, group, vocab_start, vocab_size, sequence_parallel)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         weight, ids = ctx.saved_tensors
-        group, vocab_start, sequence_parallel = ctx.options
-        dy = tree.gather_rows(grads[0], group).transpose(0, 1) if sequence_parallel else grads[0]
-        dy = dy.reshape(-1, dy.shape[-1])
-        dw = parameter_gradient(weight, lambda g: schemas.embedding_dw(dy, ids.reshape(-1), g, vocab_start, 1, None))
-        return dw, None, None, None, None, None
+        group, vocab_start, sequence_parallel, row_group = ctx.options
+        dy = tree.gather_rows(grads[0], group) if sequence_parallel else grads[0].transpose(0, 1)
+        rows = zigzag.gather(dy, row_group).transpose(0, 1).flatten(0, 1)
+        row_ids = zigzag.gather(ids.t(), row_group).t().reshape(-1)
+
+        def add(grad: Tensor) -> None:
+            if tree.rank(row_group) == 0:
+                schemas.embedding_dw(rows, row_ids, grad, vocab_start, 1, None)
+
+        return parameter_gradient(weight, add, ids.shape[0]), *[None] * 6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from mindspeed_tpi import contract, ops
 from mindspeed_tpi.contract import Leaves
 from mindspeed_tpi.ops import _schemas as schemas
 from mindspeed_tpi.ops._autograd import needs_grad, parameter_gradient, spans
-from mindspeed_tpi.parallel import tree
+from mindspeed_tpi.parallel import tree, zigzag
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class _Plan:
         used: leading rows of the weight that exist; the others are padding.
         out_dtype: None rounds to x's dtype.
         batch: B of an [S, B, …] activation.
+        row_group: ranks that hold the rest of each row of the weight's gradient, in zigzag order; None: rows are whole here.
     """
 
     group: Any
@@ -39,6 +41,7 @@ class _Plan:
     used: int
     out_dtype: torch.dtype | None
     batch: int
+    row_group: Any
 
 
 def column_parallel_linear(
@@ -53,6 +56,7 @@ def column_parallel_linear(
     used: int | None = None,
     out_dtype: torch.dtype | None = None,
     batch: int = 1,
+    row_group: Any = None,
 ) -> Tensor:
     """This rank's columns of y = x Wᵀ + b; the gradient of x is one tree over all ranks' columns.
 
@@ -65,6 +69,8 @@ def column_parallel_linear(
         used: leading rows of this rank's weight that exist (default: all).
         out_dtype: None rounds to x's dtype; float32 leaves the f32 sum.
         batch: B when the tokens are laid out [S, B].
+        row_group: context-parallel ranks whose parts of each row are gathered for the weight's gradient, in zigzag order; each
+            computes a slice of it. None: it is this rank's part of the row.
 
     Returns:
         [S, …, used].
@@ -77,7 +83,9 @@ def column_parallel_linear(
     cut = dx_leaves or contract.current().leaves(n * ranks)
     used = weight.shape[0] if used is None else used
     leaves = contract.current().leaves(x.shape[-1])
-    plan = _Plan(group, "columns", sequence_parallel, leaves, cut.shard(ranks), paired, used, out_dtype, batch)
+    plan = _Plan(
+        group, "columns", sequence_parallel, leaves, cut.shard(ranks), paired, used, out_dtype, batch, row_group
+    )
     return _apply(x, weight, bias, plan)
 
 
@@ -89,6 +97,7 @@ def row_parallel_linear(
     group: Any,
     sequence_parallel: bool = False,
     batch: int = 1,
+    row_group: Any = None,
 ) -> Tensor:
     """y = x Wᵀ + b where each rank holds a part of K: one tree over all of K, then the bias, then the only rounding.
 
@@ -96,7 +105,7 @@ def row_parallel_linear(
         x: [S, …, K / ranks]. weight: [N, K / ranks]. bias: [N] or None, added once.
         group: ranks in the order of their parts of K; None: this process alone.
         sequence_parallel: return this rank's S / ranks rows.
-        batch: B when the tokens are laid out [S, B].
+        batch, row_group: as of `column_parallel_linear`.
 
     Raises:
         LayoutError: the cut of K cannot be split over the ranks.
@@ -104,7 +113,7 @@ def row_parallel_linear(
     ranks = tree.size(group)
     cut = contract.current().leaves(x.shape[-1] * ranks).shard(ranks)
     n = weight.shape[0]
-    plan = _Plan(group, "rows", sequence_parallel, cut, contract.current().leaves(n), False, n, None, batch)
+    plan = _Plan(group, "rows", sequence_parallel, cut, contract.current().leaves(n), False, n, None, batch, row_group)
     return _apply(x, weight, bias, plan)
 
 
@@ -163,10 +172,28 @@ class _ParallelLinear(torch.autograd.Function):
                 dx = tree.tree_reduce(dx, plan.group, out_dtype=x.dtype, scatter=plan.sequence_parallel)
         if ctx.needs_input_grad[1]:
             whole = tree.gather_rows(x, plan.group) if plan.sequence_parallel and columns else x
-            dw = parameter_gradient(weight, lambda g: ops.linear_dw(dy, whole, g[: plan.used], batch=plan.batch))
+            dw = parameter_gradient(weight, lambda g: _add_dw(dy, whole, g[: plan.used], plan), plan.batch)
         if bias is not None and ctx.needs_input_grad[2]:
-            db = parameter_gradient(bias, lambda g: ops.linear_db(dy, g[: plan.used], batch=plan.batch, spans=spans()))
+            db = parameter_gradient(bias, lambda g: _add_db(dy, g[: plan.used], plan), plan.batch)
         return dx, dw, db, None
+
+
+def _add_dw(dy: Tensor, x: Tensor, grad: Tensor, plan: _Plan) -> None:
+    ranks, mine = tree.size(plan.row_group), tree.rank(plan.row_group)
+    if ranks > 1:  # this rank's slice of the gradient from all of the row
+        width = -(-grad.shape[0] // ranks)
+        padded = torch.nn.functional.pad(dy, (0, width * ranks - grad.shape[0]))
+        parts = tree.all_to_all(torch.stack(padded.chunk(ranks, dim=-1)), plan.row_group)
+        grad = grad[width * mine : width * (mine + 1)]
+        dy, x = zigzag.in_order(parts)[..., : grad.shape[0]].contiguous(), zigzag.gather(x, plan.row_group)
+    if grad.numel():
+        ops.linear_dw(dy, x, grad, batch=plan.batch)
+
+
+def _add_db(dy: Tensor, grad: Tensor, plan: _Plan) -> None:
+    dy = zigzag.gather(dy, plan.row_group)
+    if tree.rank(plan.row_group) == 0:
+        ops.linear_db(dy, grad, batch=plan.batch, spans=spans())
 
 
 def replicated_linear(
@@ -177,63 +204,76 @@ def replicated_linear(
     sequence_parallel: bool = False,
     out_dtype: torch.dtype | None = None,
     batch: int = 1,
+    row_group: Any = None,
 ) -> Tensor:
     """y = x Wᵀ with a weight that every rank holds whole (a router, a gate); its gradient is a tree over spans of each row.
 
     Args:
         x: [S, B, K], the same on every rank; or its own [S / ranks, B, K] with `sequence_parallel`.
         weight: [N, K].
+        row_group: context-parallel ranks whose parts of each row are gathered for the weight's gradient, which the first of
+            them computes.
 
     Raises:
         LayoutError: the spans of a row cannot be split over the ranks.
     """
     if needs_grad(x, weight):
-        y: Tensor = _Replicated.apply(x, weight, group if sequence_parallel else None, out_dtype, batch)
+        y: Tensor = _Replicated.apply(x, weight, group if sequence_parallel else None, out_dtype, batch, row_group)
         return y
     return ops.linear(x, weight, out_dtype=out_dtype)
 
 
 class _Replicated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, group: Any, out_dtype: torch.dtype | None, batch: int) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, group: Any, out_dtype: torch.dtype | None, batch: int, row_group: Any
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.options = (group, batch)
+        ctx.options = (group, batch, row_group)
         return ops.linear(x, weight, out_dtype=out_dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         x, weight = ctx.saved_tensors
-        group, batch = ctx.options
+        group, batch, row_group = ctx.options
         dy = grads[0].to(x.dtype)
         dx = ops.linear_dx(dy, weight) if ctx.needs_input_grad[0] else None
         dw = None
         if ctx.needs_input_grad[1]:
-            a, b = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
-            dw = span_gradient(
-                weight,
-                group,
-                batch,
-                lambda row, grad, spans: ops.linear_dw(a[row], b[row], grad, spans=spans),
-            )
-        return dx, dw, None, None, None
+
+            def add(row: slice, grad: Tensor, spans: int, dy: Tensor, x: Tensor) -> None:
+                ops.linear_dw(dy[row], x[row], grad, spans=spans)
+
+            operands = (dy.reshape(-1, batch, dy.shape[-1]), x.reshape(-1, batch, x.shape[-1]))
+            dw = span_gradient(weight, group, row_group, add, *operands)
+        return dx, dw, None, None, None, None
 
 
-def span_gradient(weight: Tensor, group: Any, batch: int, add: Any) -> Tensor:
-    """The gradient of a weight whose chains run over spans of each row, when ranks own whole spans (contract section 9).
+def span_gradient(weight: Tensor, group: Any, row_group: Any, add: Callable[..., None], *operands: Tensor) -> Tensor:
+    """The gradient of a weight whose chains run over spans of each row (contract section 9).
 
     Args:
         weight: the parameter.
-        group: ranks in the order of their spans; None: this process owns all spans.
-        batch: B of tokens laid out [S, B].
-        add: add(row, grad, spans) adds the root over `spans` spans of the tokens in the slice `row` to the f32 `grad`.
+        group: ranks that own whole spans of this rank's part of a row, in order; None: this process owns them.
+        row_group: context-parallel ranks that hold the other parts, which are gathered; None: the part counts as a row.
+        add: add(row, grad, spans, *operands) adds the root over `spans` spans of the tokens in the slice `row` to the f32
+            `grad`.
+        operands: [S, B, …], given to `add` as [S · B, …].
     """
+    batch = operands[0].shape[1]
+    if row_group is not None:
+        operands = tuple(zigzag.gather(tree.gather_rows(x, group), row_group) for x in operands)
+        group = None
+    flat = [x.flatten(0, 1) for x in operands]
     own = Leaves(1, spans()).shard(tree.size(group)).count
 
     def accumulate(grad: Tensor) -> None:
+        if tree.rank(row_group):
+            return
         roots = grad.new_zeros(batch, *grad.shape)
         for b in range(batch):
-            add(slice(b, None, batch), roots[b], own)
+            add(slice(b, None, batch), roots[b], own, *flat)
         for root in tree.tree_reduce(roots, group):
             grad.copy_(schemas.tree_sum(torch.stack((grad, root)), None, torch.float32))
 
-    return parameter_gradient(weight, accumulate)
+    return parameter_gradient(weight, accumulate, batch)

@@ -4,6 +4,7 @@ sections 5 and 9)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, Literal
@@ -127,6 +128,21 @@ class Dispatch:
         return y
 
 
+@dataclass(frozen=True)
+class Rows:
+    """The rows (gradient chains) whose tokens meet in an expert in one micro-batch; key // length is a token's row.
+
+    Attributes:
+        length: keys per row.
+        batch: rows of each data-parallel rank.
+        peers: data-parallel ranks that gradient groups tell apart: row modulo peers.
+    """
+
+    length: int
+    batch: int
+    peers: int = 1
+
+
 def experts(
     x: Tensor,
     weights: Tensor,
@@ -135,7 +151,7 @@ def experts(
     fc2: Sequence[Tensor],
     *,
     etp_group: Any,
-    row_length: int,
+    rows: Rows,
     grouped: bool = False,
 ) -> Tensor:
     """The weighted sum of each token's experts, SwiGLU MLPs whose outputs are rounded, in expert-id order.
@@ -143,14 +159,14 @@ def experts(
     Args:
         x: [T, H], this rank's tokens. weights: f32 [T, k], in ascending expert id.
         fc1: per local expert [2F / etp, H] = [gate shard; up shard]. fc2: per local expert [H, F / etp].
-        row_length: dispatch.keys // row_length is the row (gradient chain) a token belongs to.
+        rows: how the keys of `dispatch` number the rows.
         grouped: fc1 and fc2 hold one tensor each, of all local experts (see `grouped_fc1`, `grouped_fc2`).
 
     Returns:
         [T, H].
     """
     if needs_grad(x, weights, *fc1, *fc2):
-        y: Tensor = _Experts.apply(x, weights, dispatch, etp_group, row_length, grouped, len(fc1), *fc1, *fc2)
+        y: Tensor = _Experts.apply(x, weights, dispatch, etp_group, rows, grouped, len(fc1), *fc1, *fc2)
         return y
     matrices = _matrices(fc1, fc2, grouped, dispatch.local_experts, x.shape[1])
     return _forward(x, weights, dispatch, *matrices, etp_group)[0]
@@ -216,7 +232,7 @@ class _Experts(torch.autograd.Function):
         weights: Tensor,
         dispatch: Dispatch,
         etp_group: Any,
-        row_length: int,
+        numbering: Rows,
         grouped: bool,
         count: int,
         *parameters: Tensor,
@@ -224,14 +240,14 @@ class _Experts(torch.autograd.Function):
         matrices = _matrices(parameters[:count], parameters[count:], grouped, dispatch.local_experts, x.shape[1])
         out, rows, gate_up = _forward(x, weights, dispatch, *matrices, etp_group)
         ctx.save_for_backward(weights, rows, gate_up, *parameters)
-        ctx.options = (dispatch, etp_group, row_length, grouped, count)
+        ctx.options = (dispatch, etp_group, numbering, grouped, count)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         """The expert's output is not stored: dw = (W2ᵀ dOut) · a, with the unweighted dOut."""
         weights, rows, gate_up, *parameters = ctx.saved_tensors
-        dispatch, etp_group, row_length, grouped, count = ctx.options
+        dispatch, etp_group, numbering, grouped, count = ctx.options
         held = (dispatch.local_experts, rows.shape[1])
         fc1, fc2 = _matrices(parameters[:count], parameters[count:], grouped, *held)
         etp, dtype = tree.size(etp_group), rows.dtype
@@ -263,7 +279,7 @@ class _Experts(torch.autograd.Function):
         dpairs = dispatch.send_back(dweights).view(weights.shape)
 
         scaled = (pair_weights.unsqueeze(1) * dout.float()).to(dtype)
-        row = dispatch.keys // row_length
+        row = dispatch.keys // numbering.length
         gradients: list[Tensor | None] = []
         for index, parameter in enumerate(parameters):
             if not ctx.needs_input_grad[7 + index]:
@@ -273,28 +289,32 @@ class _Experts(torch.autograd.Function):
             parts = dispatch.parts if grouped else [dispatch.parts[index % count]]
             adders = [_adder(dy[part], a[part], row[part]) for part in parts]
             add = _to_each(adders, partial(of_experts, experts=held[0], hidden=held[1])) if grouped else adders[0]
-            gradients.append(parameter_gradient(parameter, add))
+            gradients.append(parameter_gradient(parameter, add, numbering.batch, numbering.peers))
         return dx, dpairs, None, None, None, None, None, *gradients
 
 
-def _to_each(adders: Sequence[Callable[[Tensor], None]], of_experts: Callable[[Tensor], Tensor]) -> Any:
-    """Adds the weight gradients of all experts to one f32 tensor that holds them."""
+def _to_each(adders: Sequence[Callable[..., None]], of_experts: Callable[[Tensor], Tensor]) -> Callable[..., None]:
+    """Adds the weight gradients of all experts to f32 tensors that hold them."""
 
-    def add(grad: Tensor) -> None:
-        for adder, matrix in zip(adders, of_experts(grad), strict=True):
-            adder(matrix)
+    def add(*grads: Tensor) -> None:
+        for adder, *matrices in zip(adders, *map(of_experts, grads), strict=True):
+            adder(*matrices)
 
     return add
 
 
-def _adder(dy: Tensor, x: Tensor, row: Tensor) -> Any:
-    """Adds the weight gradient of one expert to an f32 tensor: a chain per row, rows in order."""
+def _adder(dy: Tensor, x: Tensor, row: Tensor) -> Callable[..., None]:
+    """Adds the weight gradient of one expert to f32 tensors: a chain per row, rows in order; row r to tensor r modulo their
+    number."""
 
-    def add(grad: Tensor) -> None:
-        if row.numel():
-            counts = torch.unique_consecutive(row, return_counts=True)[1]
-            edges = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)))
-            ops.linear_dw(dy, x, grad, row_offsets=edges)
+    def add(*grads: Tensor) -> None:
+        numbers, counts = torch.unique_consecutive(row, return_counts=True)
+        edges = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)))
+        if len(grads) == 1 and row.numel():
+            ops.linear_dw(dy, x, grads[0], row_offsets=edges)
+        elif len(grads) > 1:
+            for number, (first, last) in zip(numbers.tolist(), pairwise(edges.tolist()), strict=True):
+                ops.linear_dw(dy[first:last], x[first:last], grads[number % len(grads)])
 
     return add
 

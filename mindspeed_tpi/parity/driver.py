@@ -21,6 +21,7 @@ from typing import Any, BinaryIO, Literal, Protocol
 from safetensors import safe_open
 from torch import Tensor
 
+from mindspeed_tpi import envs
 from mindspeed_tpi.errors import InputError, ParityError
 from mindspeed_tpi.parallel.layout import Layout
 from mindspeed_tpi.parity.compare import Comparison, compare
@@ -306,7 +307,8 @@ class _Job:
         self._what += _in_brackets(layouts)
         self._log = folder / f"{side}.log"
         self._outputs = [file[-1] for file in files]
-        environment = {**os.environ, "MINDSPEED_TPI": "0" if request.stock else "strict"}
+        mode = "audit" if envs.MODE.get() == "audit" else "strict"
+        environment = {**os.environ, "MINDSPEED_TPI": "0" if request.stock else mode}
         module = f"mindspeed_tpi.parity.{side}"
         job = [module]
         if ranks > 1:

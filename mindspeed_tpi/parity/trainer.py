@@ -29,9 +29,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from mindspeed_tpi import __version__, envs, ops, versions, weights
+from mindspeed_tpi import __version__, contract, envs, ops, versions, weights
 from mindspeed_tpi.contract import NumericsContract
 from mindspeed_tpi.errors import InputError
+from mindspeed_tpi.ops import gradient_groups
 from mindspeed_tpi.parallel import tree
 from mindspeed_tpi.parallel.layout import Layout
 from mindspeed_tpi.parity import process
@@ -226,7 +227,9 @@ class Trainer:
             return weighted.sum()
 
         length = self._padded(max(len(s) for s in sequences))
-        self._run(self._rows_in_order(sequences, length, micro_batch), _temperature(rollout, self.request), weigh)
+        group = gradient_groups.begin_step(-(-len(sequences) // self.layout.dp), self.layout.dp)
+        rows = self._rows_in_order(sequences, length, math.gcd(micro_batch, group) if group else micro_batch)
+        self._run(rows, _temperature(rollout, self.request), weigh)
         self._reduce_gradients()
         return float(tree.gather(total.view(1), dist.group.WORLD).sum())
 
@@ -305,10 +308,11 @@ class Trainer:
         for chunk in self.chunks:
             for name, parameter in chunk.named_parameters():
                 group = expert if ".mlp.experts." in name else dense
-                if tree.size(group) == 1:
-                    continue
                 for gradient in (parameter.main_grad, getattr(parameter, HEAD_GRAD, None)):
-                    if gradient is not None:
+                    if gradient is None:
+                        continue
+                    gradient_groups.check_complete(gradient)
+                    if tree.size(group) > 1:
                         gradient.copy_(tree.tree_reduce(gradient, group))
 
     def _run(self, batches: Iterable[Batch], temperature: float, consume: Consume) -> None:
@@ -399,7 +403,8 @@ class Trainer:
         return sequences
 
     def _padded(self, length: int) -> int:
-        multiple = self.layout.row_multiple
+        """Row length; under gradient groups one that every layout can split, since it decides spans."""
+        multiple = 2 * contract.current().max_tp ** 2 if gradient_groups.count() else self.layout.row_multiple
         return -(-length // multiple) * multiple
 
     def _batches(self, sequences: Sequence[Tensor], rows: list[int], micro_batch: int | None) -> Iterator[Batch]:

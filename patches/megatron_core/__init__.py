@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from mindspeed_tpi.patches.megatron_core.distributed import finalize_model_grads, param_and_grad_buffer
+from mindspeed_tpi.patches.megatron_core.distributed import (
+    distributed_data_parallel,
+    finalize_model_grads,
+    param_and_grad_buffer,
+)
 from mindspeed_tpi.patches.megatron_core.models.common.embeddings import (
     rotary_pos_embedding,
     yarn_rotary_pos_embedding,
@@ -32,6 +36,7 @@ PATCHES: tuple[Patch, ...] = (
     *yarn_rotary_pos_embedding.PATCHES,
     *gpt_layer_specs.PATCHES,
     *gpt_model.PATCHES,
+    *distributed_data_parallel.PATCHES,
     *finalize_model_grads.PATCHES,
     *param_and_grad_buffer.PATCHES,
     *optimizer.PATCHES,

@@ -5,15 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from mindspeed_tpi import contract, envs
 from mindspeed_tpi.errors import LayoutError, ParityError
+from mindspeed_tpi.ops import gradient_groups
+from mindspeed_tpi.parallel import tree
 from mindspeed_tpi.versions import mismatch
 
 logger = logging.getLogger("mindspeed_tpi")
+_Variant = TypeVar("_Variant")
 
 VERSIONS = "megatron-core>=0.12,<0.17"
 UNTIL = "Megatron-core offers operators with a stated order of summation for this module"
@@ -149,6 +152,12 @@ def context_parallel_group() -> Any:
     return parallel_state.get_context_parallel_group()
 
 
+def gradient_row_group() -> Any:
+    """The ranks whose parts of each row a parameter's gradient gathers: the context-parallel ones, under gradient groups."""
+    group = context_parallel_group() if gradient_groups.count() else None
+    return group if tree.size(group) > 1 else None
+
+
 def real_vocab(config: Any, rows: int) -> int:
     """Vocabulary rows that exist; the others are padding and take part in nothing.
 
@@ -174,15 +183,15 @@ def check_vocab(config: Any, rows: int) -> None:
         )
 
 
-def by_version(*variants: tuple[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """Parameter names of an upstream callable whose signature grew.
+def by_version(*variants: tuple[str, _Variant]) -> _Variant:
+    """What holds for the installed version: parameter names of an upstream callable whose signature grew, or a new name.
 
     Args:
-        variants: (first megatron-core version, parameters), newest first.
+        variants: (first megatron-core version, value), newest first.
     """
-    for version, parameters in variants[:-1]:
+    for version, value in variants[:-1]:
         if mismatch(f"megatron-core>={version}") is None:
-            return parameters
+            return value
     return variants[-1][1]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mindspeed_tpi import contract
+from mindspeed_tpi import contract, envs
 from mindspeed_tpi.contract import NumericsContract
 from mindspeed_tpi.errors import InputError, ParityError
 from mindspeed_tpi.profiles import Profile
@@ -81,6 +81,11 @@ def _problems(config: Any) -> list[tuple[str, str]]:
         ranks > 1 and not model.enforce_eager,
         f"torch.compile over {ranks} ranks",
         "set enforce_eager: exchanges between ranks are not compiled",
+    )
+    refuse(
+        envs.MODE.get() == "audit" and not model.enforce_eager,
+        "torch.compile in mode audit, which sees eager operators only",
+        "set enforce_eager, or MINDSPEED_TPI=strict",
     )
     refuse(parallel.enable_eplb, "expert load balancing (enable_eplb)", "switch it off")
     refuse(config.aux_output_config.enable_return_routed_experts, "enable_return_routed_experts", "switch it off")

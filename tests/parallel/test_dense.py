@@ -10,12 +10,11 @@ from torch import Tensor
 
 from mindspeed_tpi import contract, ops
 from mindspeed_tpi.ops import _schemas as schemas
-from mindspeed_tpi.parallel import tree
+from mindspeed_tpi.parallel import tree, zigzag
 from mindspeed_tpi.parallel.attention import (
     context_parallel_attention,
     shared_key_attention,
     split_key_values,
-    zigzag_positions,
 )
 from mindspeed_tpi.parallel.embedding import vocab_parallel_embedding
 from mindspeed_tpi.parallel.linear import column_parallel_linear, replicated_linear, row_parallel_linear
@@ -259,7 +258,7 @@ def _attention(mesh: Mesh, exchange: Any, length: int, window: int) -> dict[str,
             "out": out.detach(),
             **{f"d{n}": t.grad for n, t in zip("qkv", leaves, strict=True) if t.grad is not None},
         }
-    rows = zigzag_positions(length // n, mesh.group())
+    rows = zigzag.positions(length // n, mesh.group())
     leaves = [t[rows].clone().requires_grad_() for t in (q, k, v)]
     out = context_parallel_attention(*leaves, group=mesh.group(), exchange=exchange, scale=0.2, window=window)
     out.backward(dout[rows])

@@ -84,6 +84,35 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "config": {"moe_token_dispatcher_type": "flex"},
     },
 }
+GROUPED = {
+    "qwen3": [
+        "tp=1",
+        "dp=2",
+        "tp=2,sp=1",
+        "cp=2",
+        "pp=2",
+        "dp=4",
+        "tp=2,sp=1,dp=2",
+        "pp=2,dp=2",
+        "tp=2,sp=1,cp=2",
+        "cp=4",
+    ],
+    "llama-tied": ["tp=1", "dp=2", "cp=2,cp_type=allgather"],
+    "qwen2": ["tp=1", "cp=2,cp_type=a2a"],
+    "qwen3-moe": [
+        "tp=1",
+        "dp=2",
+        "dp=2,ep=2",
+        "dp=2,etp=2",
+        "cp=2,ep=2",
+        "tp=2,sp=1,ep=2",
+        "dp=4,ep=2",
+        "dp=4,ep=4",
+        "tp=2,sp=1,dp=2,ep=4",
+        "cp=2,dp=2,ep=4",
+    ],
+}
+"""Layouts whose gradients are equal with MINDSPEED_TPI_GRADIENT_GROUPS=4, over steps of 8 rows."""
 ENGINES = {"qwen3": ["tp=1", "tp=2"], "qwen3-moe": ["tp=1", "tp=2", "tp=2,ep=2"]}
 """Rollout layouts of the hard models of notes/upstream-hooks.md; the MoE one has tied experts and one that no token uses."""
 GRID = {
@@ -124,11 +153,19 @@ def jobs_of(world: int) -> dict[str, dict[str, Any]]:
         for model, layouts in GRID.items()
         for layout in layouts[world]
     }
-    return jobs | extra | grid
+    grouped = {
+        f"{model} {layout} in groups": {"model": model, "train": layout, "groups": 4}
+        for model, layouts in GROUPED.items()
+        for layout in layouts
+        if Layout.parse(layout, "train").ranks == world
+    }
+    return jobs | extra | grouped | grid
 
 
 def promise(job: dict[str, Any]) -> tuple[Any, ...]:
     """Jobs of a model with equal values here have equal gradients (contract section 9)."""
+    if "groups" in job:
+        return job["model"], "groups"
     layout = Layout.parse(job["train"], "train")
     exchange = "" if layout.cp == 1 else ("a2a" if layout.cp_type == "a2a" else "gather")
     expert_dp = layout.ranks // (layout.ep * layout.etp * layout.pp) if "mo" in job["model"] else 0

@@ -44,7 +44,7 @@ def _layer(mesh: Mesh, ep: int, etp: int, dispatcher: Any, dtype: torch.dtype) -
     position = torch.arange(r * S // n, (r + 1) * S // n)
     keys = (torch.arange(B) * S + position.unsqueeze(1)).flatten()
     dispatch = moe.Dispatch(ids, keys, E, ep_group, etp_group, dispatcher)
-    out = moe.experts(rows, weights, dispatch, fc1, fc2, etp_group=etp_group, row_length=S)
+    out = moe.experts(rows, weights, dispatch, fc1, fc2, etp_group=etp_group, rows=moe.Rows(S, B))
     out.backward(dout.chunk(n)[r].flatten(0, 1))
     assert rows.grad is not None and z.grad is not None
     return {

@@ -2,7 +2,8 @@
 
     python -m torch.distributed.run --nproc-per-node N -m tests.parallel.trainers JOBS.json OUT.pt
 
-JOBS holds a list of {name, model, train, micro_batch, config (fields of TransformerConfig)} or {name, model, train, rollouts}; OUT a dictionary
+JOBS holds a list of {name, model, train, micro_batch, groups, config (fields of TransformerConfig)} or {name, model, train,
+rollouts}; OUT a dictionary
 name → result of rank 0.
 """
 
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mindspeed_tpi import envs
 from mindspeed_tpi.parity.compare import compare
 from mindspeed_tpi.parity.megatron import import_megatron
 from mindspeed_tpi.parity.request import Request
@@ -38,7 +40,9 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         trainer = Trainer(Request(job["model"], ((1, 2),), dtype=job.get("dtype", "bfloat16"), train=job["train"]))
     if "rollouts" in job:
         return {"differ": {path: _compare(trainer, Rollout.load(path)) for path in job["rollouts"]}}
-    rollout = record(random_prompts(LENGTHS, vocab=VOCAB, seed=3), trainer.contract)
+    os.environ[envs.GRADIENT_GROUPS.name] = str(job.get("groups", 0))
+    lengths = LENGTHS * 2 if "groups" in job else LENGTHS
+    rollout = record(random_prompts(lengths, vocab=VOCAB, seed=3), trainer.contract)
     logprobs = trainer.logprobs(rollout, micro_batch=job.get("micro_batch"))
     trainer.train_step(rollout, micro_batch=job.get("micro_batch") or 1)
     return {"logprobs": logprobs, "gradients": trainer.gradient_hashes(), "weights": trainer.weight_hashes()}

@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+from mindspeed_tpi.parity.compare import compare
 from mindspeed_tpi.parity.request import Request
 from mindspeed_tpi.parity.rollout import Rollout
 from tests.models import random_prompts, write_model
@@ -63,6 +66,17 @@ class Case:
     request: Request
     rollout: Rollout
 
+    @property
+    def expected_tokens(self) -> int:
+        return len(self.request.prompts) * self.request.max_new_tokens
+
+
+def assert_exact(case: Case, logprobs: Tensor) -> None:
+    result = compare(case.rollout, logprobs, case.expected_tokens)
+    assert result.exact, (result.nonzero, result.tokens, result.max_abs, result.missing)
+    reported = ~case.rollout.logprobs.isnan()  # prompt logprobs, where the engine was asked for them
+    assert torch.equal(logprobs[reported].view(torch.int32), case.rollout.logprobs[reported].view(torch.int32))
+
 
 def run_jobs(jobs: list[dict[str, Any]], directory: Path, mode: str = "strict") -> None:
     """Make rollouts in one fresh process; its output is shown when it fails."""
@@ -73,6 +87,14 @@ def run_jobs(jobs: list[dict[str, Any]], directory: Path, mode: str = "strict") 
         [sys.executable, "-m", "tests.parity.rollouts", str(spec)], cwd=ROOT, env=env, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+
+
+def roll_out(requests: dict[str, Request], directory: Path) -> dict[str, Case]:
+    """The rollout of every request, made in one fresh process."""
+    files = {name: directory / f"{name}.safetensors" for name in requests}
+    jobs = [{"request": json.loads(r.to_json()), "out": str(files[name])} for name, r in requests.items()]
+    run_jobs(jobs, directory)
+    return {name: Case(r, Rollout.load(files[name])) for name, r in requests.items()}
 
 
 def request_for(model: Path, scenario: str, dtype: str) -> Request:
@@ -93,13 +115,7 @@ def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str
         if key not in made:
             directory = tmp_path_factory.mktemp(f"{family}-{dtype}")
             model = write_model(directory / "model", family, dtype=dtype, max_positions=8192)
-            requests = {name: request_for(model, name, dtype) for name in scenarios}
-            jobs = [
-                {"request": json.loads(r.to_json()), "out": str(directory / f"{name}.safetensors")}
-                for name, r in requests.items()
-            ]
-            run_jobs(jobs, directory)
-            made[key] = {name: Case(r, Rollout.load(directory / f"{name}.safetensors")) for name, r in requests.items()}
+            made[key] = roll_out({name: request_for(model, name, dtype) for name in scenarios}, directory)
         return made[key]
 
     return make

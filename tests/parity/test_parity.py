@@ -13,7 +13,7 @@ from mindspeed_tpi.ops import _schemas
 from mindspeed_tpi.parity.compare import compare
 from mindspeed_tpi.parity.trainer import Trainer
 from tests.models import FAMILIES
-from tests.parity.conftest import FAMILY_SCENARIOS, Case
+from tests.parity.conftest import FAMILY_SCENARIOS, Case, assert_exact
 
 Rollouts = Callable[[str, str, tuple[str, ...]], dict[str, Case]]
 
@@ -22,17 +22,6 @@ GRID = [(family, "bfloat16", FAMILY_SCENARIOS) for family in FAMILIES] + [
     ("qwen3", "float32", ("crowded",)),
     ("qwen3", "bfloat16", ("single", "long", "spawned", "compiled")),
 ]
-
-
-def expected_tokens(case: Case) -> int:
-    return len(case.request.prompts) * case.request.max_new_tokens
-
-
-def assert_exact(case: Case, logprobs: Tensor) -> None:
-    result = compare(case.rollout, logprobs, expected_tokens(case))
-    assert result.exact, (result.nonzero, result.tokens, result.max_abs, result.missing)
-    reported = ~case.rollout.logprobs.isnan()  # prompt logprobs, where the engine was asked for them
-    assert torch.equal(logprobs[reported].view(torch.int32), case.rollout.logprobs[reported].view(torch.int32))
 
 
 @pytest.mark.parametrize(("family", "dtype", "scenarios"), GRID, ids=lambda v: v if isinstance(v, str) else "-".join(v))
@@ -46,7 +35,7 @@ def test_logdiff_is_zero(rollouts: Rollouts, family: str, dtype: str, scenarios:
             counters = case.rollout.meta["counters"]
             assert counters["prompts_chunked"] and counters["prefix_cache_hits"] and counters["preemptions"], counters
         if name == "plain":
-            assert int((~case.rollout.logprobs.isnan()).sum()) > expected_tokens(case)
+            assert int((~case.rollout.logprobs.isnan()).sum()) > case.expected_tokens
             one_by_one = trainer.logprobs(case.rollout, micro_batch=1)
             assert_exact(case, one_by_one)
 
@@ -57,7 +46,7 @@ def test_one_changed_weight_shows(rollouts: Rollouts) -> None:
     with torch.no_grad():
         weight = trainer.model.decoder.layers[0].mlp.linear_fc2.weight
         weight[0, 0] += 0.5
-    result = compare(case.rollout, trainer.logprobs(case.rollout), expected_tokens(case))
+    result = compare(case.rollout, trainer.logprobs(case.rollout), case.expected_tokens)
     assert not result.exact and result.nonzero > result.tokens // 2
 
 
@@ -119,5 +108,5 @@ def test_any_operator_out_of_contract_shows(
     case = rollouts("llama", "bfloat16", FAMILY_SCENARIOS)["plain"]
     trainer = Trainer(case.request)
     monkeypatch.setitem(ops.backends._kernels, op, replacement)
-    result = compare(case.rollout, trainer.logprobs(case.rollout), expected_tokens(case))
+    result = compare(case.rollout, trainer.logprobs(case.rollout), case.expected_tokens)
     assert result.nonzero > 0 and not result.exact

@@ -9,7 +9,9 @@
 #include "tpi/contract.h"
 #include "tpi/isa.h"
 
-#if defined(__x86_64__)
+#if defined(TPI_EMULATE_AVX512) && defined(TPI_ISA_AVX512)
+#include "avx512_emulated.h"
+#elif defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>

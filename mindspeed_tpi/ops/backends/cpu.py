@@ -164,7 +164,7 @@ def _code(name: str, *tensors: Tensor) -> int:
     """The dtype code shared by the operands, all on the CPU."""
     dtype = tensors[0].dtype
     for tensor in tensors:
-        if tensor.dtype != dtype or tensor.device.type != "cpu":
+        if tensor.dtype != dtype or not tensor.is_cpu:
             raise _refuse(
                 name,
                 ", ".join(f"{t.dtype} on {t.device}" for t in tensors),
@@ -222,7 +222,7 @@ class _Rows:
 
 def _f32(name: str, **tensors: Tensor | None) -> None:
     for operand, tensor in tensors.items():
-        if tensor is not None and (tensor.dtype != torch.float32 or tensor.device.type != "cpu"):
+        if tensor is not None and (tensor.dtype != torch.float32 or not tensor.is_cpu):
             raise _refuse(name, f"{operand} {tensor.dtype} on {tensor.device}", "float32 on the CPU")
 
 
@@ -337,12 +337,7 @@ def linear_dx(
 
 
 def _check_grad(name: str, grad: Tensor, shape: tuple[int, ...]) -> None:
-    if (
-        grad.dtype != torch.float32
-        or tuple(grad.shape) != shape
-        or grad.device.type != "cpu"
-        or not grad.is_contiguous()
-    ):
+    if grad.dtype != torch.float32 or tuple(grad.shape) != shape or not grad.is_cpu or not grad.is_contiguous():
         raise _refuse(name, f"grad {grad.dtype} {tuple(grad.shape)}", f"a contiguous float32 tensor {shape} on the CPU")
 
 

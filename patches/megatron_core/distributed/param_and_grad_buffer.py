@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from mindspeed_tpi.ops import gradient_groups
 from mindspeed_tpi.parallel import tree
 from mindspeed_tpi.patches.megatron_core.support import UNTIL, VERSIONS, by_version, outside
+from mindspeed_tpi.patches.megatron_core.tensor_parallel.layers import HEAD_GRAD
 from mindspeed_tpi.patching import Patch
 
 
@@ -48,6 +50,9 @@ def start_grad_sync(original: Callable[..., None]) -> Callable[..., None]:
         for bucket in self.buckets:
             data = bucket.grad_data
             factor = bucket.gradient_scaling_factor / (ranks if config.average_in_collective else 1)
+            for parameter in bucket.params_list:
+                gradient_groups.check_complete(parameter.main_grad)
+                _reduce_head(parameter, factor, group)
             if factor != 1.0:
                 data *= factor
             if ranks > 1:
@@ -57,6 +62,15 @@ def start_grad_sync(original: Callable[..., None]) -> Callable[..., None]:
         self.grad_reduce_handle = _Done() if config.overlap_grad_reduce else None
 
     return start
+
+
+def _reduce_head(parameter: Any, factor: float, group: Any) -> None:
+    """What a bucket does not hold: the gradient of a tied output projection, whole on every rank."""
+    head = getattr(parameter, HEAD_GRAD, None)
+    if head is not None:
+        gradient_groups.check_complete(head)
+        head *= factor
+        head.copy_(tree.tree_reduce(head, group))
 
 
 PATCHES: tuple[Patch, ...] = (

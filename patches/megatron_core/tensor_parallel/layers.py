@@ -14,7 +14,7 @@ from mindspeed_tpi.parallel.embedding import vocab_parallel_embedding
 from mindspeed_tpi.parallel.linear import column_parallel_linear, row_parallel_linear
 from mindspeed_tpi.parallel.mappings import gather_columns, split_columns
 from mindspeed_tpi.patches.megatron_core.stand_in import StandIn, stand_in
-from mindspeed_tpi.patches.megatron_core.support import UNTIL, VERSIONS, real_vocab, served
+from mindspeed_tpi.patches.megatron_core.support import UNTIL, VERSIONS, gradient_row_group, real_vocab, served
 from mindspeed_tpi.patching import Patch
 
 HEAD_GRAD = "head_main_grad"
@@ -47,6 +47,7 @@ def column_parallel_forward(original: Callable[..., Any]) -> Callable[..., Any]:
                 sequence_parallel=self.sequence_parallel,
                 paired=getattr(self, PAIRED, False),
                 batch=_batch(input_),
+                row_group=gradient_row_group(),
             )
             return (gather_columns(y, self.tp_group) if gather else y), None
         if self.weight is None:
@@ -63,6 +64,7 @@ def column_parallel_forward(original: Callable[..., Any]) -> Callable[..., Any]:
             used=max(0, min(vocab - rows * tree.rank(self.tp_group), rows)),
             out_dtype=torch.float32,
             batch=_batch(input_),
+            row_group=gradient_row_group(),
         )
         return (gather_columns(logits, self.tp_group) if gather else logits), None
 
@@ -84,6 +86,7 @@ def row_parallel_forward(original: Callable[..., Any]) -> Callable[..., Any]:
             group=self.tp_group,
             sequence_parallel=self.sequence_parallel,
             batch=_batch(input_),
+            row_group=gradient_row_group(),
         )
         return y, None
 
@@ -102,6 +105,7 @@ def vocab_parallel_embedding_forward(original: Callable[..., Any]) -> Callable[.
             vocab_start=self.vocab_start_index,
             vocab_size=self.num_embeddings,
             sequence_parallel=self.reduce_scatter_embeddings,
+            row_group=gradient_row_group(),
         )
 
     return forward

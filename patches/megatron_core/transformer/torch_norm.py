@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 from mindspeed_tpi.parallel.norm import rms_norm
-from mindspeed_tpi.patches.megatron_core.support import UNTIL, VERSIONS, served, tensor_parallel_group
+from mindspeed_tpi.patches.megatron_core.support import (
+    UNTIL,
+    VERSIONS,
+    gradient_row_group,
+    served,
+    tensor_parallel_group,
+)
 from mindspeed_tpi.patching import Patch
 
 
@@ -30,12 +36,13 @@ class RMSNorm(torch.nn.Module):
         copies: tensor-parallel neighbours that hold the same heads (`parallel.norm.rms_norm`).
         """
         batch = x.shape[1] if x.dim() > 2 else 1
-        group = tensor_parallel_group()
+        ranks = {"group": tensor_parallel_group(), "row_group": gradient_row_group()}
         if x.dim() == 4:
             heads = x.flatten(0, 1)
-            y = rms_norm(heads, self.weight, self.eps, group=group, per_head=True, copies=copies, batch=batch)
-            return y.view(x.shape)
-        return rms_norm(x, self.weight, self.eps, group=group, sequence_parallel=self.sequence_parallel, batch=batch)
+            return rms_norm(heads, self.weight, self.eps, per_head=True, copies=copies, batch=batch, **ranks).view(
+                x.shape
+            )
+        return rms_norm(x, self.weight, self.eps, sequence_parallel=self.sequence_parallel, batch=batch, **ranks)
 
 
 def new(original: Any) -> Any:

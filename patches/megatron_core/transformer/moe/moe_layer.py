@@ -8,11 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_tpi import ops
-from mindspeed_tpi.errors import ParityError
-from mindspeed_tpi.parallel import moe, tree
+from mindspeed_tpi import envs, ops
+from mindspeed_tpi.errors import LayoutError, ParityError
+from mindspeed_tpi.ops import gradient_groups
+from mindspeed_tpi.parallel import moe, tree, zigzag
 from mindspeed_tpi.parallel.linear import replicated_linear
-from mindspeed_tpi.patches.megatron_core.support import UNTIL, VERSIONS, by_version, outside, served
+from mindspeed_tpi.patches.megatron_core.support import (
+    UNTIL,
+    VERSIONS,
+    by_version,
+    context_parallel_group,
+    gradient_row_group,
+    outside,
+    served,
+)
 from mindspeed_tpi.patching import Patch
 
 EPS = 1e-20  # moe_utils.topk_routing_with_score_function, sigmoid
@@ -79,12 +88,13 @@ def _layer(self: Any, hidden: Tensor, parameters: tuple[list[Tensor], list[Tenso
         sequence_parallel=config.sequence_parallel,
         out_dtype=torch.float32,
         batch=batch,
+        row_group=gradient_row_group(),
     ).flatten(0, 1)
     bias = None if router.expert_bias is None else router.expert_bias.float()
     weights, ids = ops.moe_route(logits, expert_bias=bias, **routing(config))
     _count(router, ids)
     _check_replay(router, ids)
-    keys, row_length = _keys(self, length, batch)
+    keys, rows = _keys(self, length, batch)
     dispatch = moe.Dispatch(
         ids,
         keys,
@@ -101,7 +111,7 @@ def _layer(self: Any, hidden: Tensor, parameters: tuple[list[Tensor], list[Tenso
         fc1,
         fc2,
         etp_group=self.experts.tp_group,
-        row_length=row_length,
+        rows=rows,
         grouped=grouped,
     ).view(length, batch, width)
     if not self.use_shared_expert:
@@ -132,23 +142,46 @@ def _shared_expert(shared: Any, hidden: Tensor, to_gate: Tensor) -> Tensor:
         sequence_parallel=shared.config.sequence_parallel,
         out_dtype=torch.float32,
         batch=hidden.shape[1],
+        row_group=gradient_row_group(),
     )
     return ops.sigmoid_gate(y.flatten(0, 1), logits.flatten(0, 1)).view(y.shape)
 
 
-def _keys(self: Any, length: int, batch: int) -> tuple[Tensor, int]:
-    """(int64 key of each token of [s, b], length of a row): rows of the whole expert-parallel group by batch column, then by
-    data-parallel rank, so that the micro-batch size does not decide the order; tokens of a row by position."""
+def _keys(self: Any, length: int, batch: int) -> tuple[Tensor, moe.Rows]:
+    """int64 key of each token of [s, b], and how keys number rows: rows of the whole expert-parallel group by batch column,
+    then by rank, so that the micro-batch size does not decide the order; tokens of a row by position."""
     from megatron.core import parallel_state
 
     parts = tree.size(self.attn_tp_group) if self.config.sequence_parallel else 1
     first = length * tree.rank(self.attn_tp_group) if parts > 1 else 0
-    peers = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-    peer = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-    row_length = length * parts
+    row_group = gradient_row_group()
+    grouped = gradient_groups.count() > 0
+    peers = parallel_state.get_data_parallel_world_size(with_context_parallel=not grouped)
+    peer = parallel_state.get_data_parallel_rank(with_context_parallel=not grouped)
+    if grouped:
+        peers = _peers(self)
+        peer %= peers
+    row_length = length * parts * tree.size(row_group)
     row = torch.arange(batch) * peers + peer
-    position = torch.arange(first, first + length)
-    return (row * row_length + position.unsqueeze(1)).flatten(), row_length
+    position = zigzag.positions(length * parts, row_group)[first : first + length]
+    keys = (row * row_length + position.unsqueeze(1)).flatten()
+    return keys, moe.Rows(row_length, batch, peers if grouped else 1)
+
+
+def _peers(self: Any) -> int:
+    """Data-parallel ranks whose tokens meet in this rank's experts, all of whose tokens must.
+
+    Raises:
+        LayoutError: gradient groups, and a row that is spread over copies of an expert.
+    """
+    tp, cp = tree.size(self.attn_tp_group), tree.size(context_parallel_group())
+    ep, etp = tree.size(self.ep_group), tree.size(self.experts.tp_group)
+    if ep * etp % (tp * cp):
+        raise LayoutError(
+            f"{envs.GRADIENT_GROUPS.name} with tp={tp}, cp={cp}, ep={ep}, etp={etp}: a row would be spread over copies of an "
+            f"expert; make ep * etp a multiple of {tp * cp}"
+        )
+    return ep * etp // (tp * cp)
 
 
 def _count(router: Any, ids: Tensor) -> None:

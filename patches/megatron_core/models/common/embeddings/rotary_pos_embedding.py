@@ -10,8 +10,7 @@ from torch import Tensor
 
 from mindspeed_tpi import ops
 from mindspeed_tpi.errors import InputError
-from mindspeed_tpi.parallel import tree
-from mindspeed_tpi.parallel.attention import zigzag_positions
+from mindspeed_tpi.parallel import tree, zigzag
 from mindspeed_tpi.patches.megatron_core.support import UNTIL, VERSIONS, by_version, context_parallel_group
 from mindspeed_tpi.patching import Patch
 
@@ -31,7 +30,7 @@ def tables(config: ops.RopeConfig, length: int, offset: int = 0, group: Any = No
     cos, sin = ops.rope_tables(config)
     rows = torch.arange(offset, offset + length)
     if tree.size(group) > 1:
-        rows = rows[zigzag_positions(length // tree.size(group), group)]
+        rows = rows[zigzag.positions(length // tree.size(group), group)]
     return torch.stack((cos[rows], sin[rows]), dim=1).unsqueeze(1)
 
 

@@ -1,0 +1,57 @@
+"""The order in which context-parallel ranks hold a sequence (Megatron-core's zigzag): of 2 · ranks chunks, rank r has chunks r
+and 2 · ranks − 1 − r, so that causal attention costs every rank the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindspeed_tpi.errors import LayoutError
+from mindspeed_tpi.parallel import tree
+
+
+def positions(length: int, group: Any) -> Tensor:
+    """Absolute positions int64 [length] of this rank's tokens, of sequences of length · ranks tokens.
+
+    Raises:
+        LayoutError: tokens that are not two chunks.
+    """
+    ranks, mine = tree.size(group), tree.rank(group)
+    if ranks == 1:
+        return torch.arange(length)
+    if length % 2:
+        raise LayoutError(
+            f"{length} tokens per context-parallel rank are not two chunks; pad to a multiple of {2 * ranks}"
+        )
+    chunk = length // 2
+    return torch.cat([torch.arange(c * chunk, (c + 1) * chunk) for c in (mine, 2 * ranks - 1 - mine)])
+
+
+def gather(x: Tensor, group: Any) -> Tensor:
+    """[S, …] in position order from every rank's [S / ranks, …]."""
+    return x if tree.size(group) == 1 else in_order(tree.gather(x, group))
+
+
+def own(x: Tensor, group: Any) -> Tensor:
+    """This rank's [S / ranks, …] of [S, …] in position order."""
+    ranks = tree.size(group)
+    return x if ranks == 1 else by_rank(x, ranks)[tree.rank(group)]
+
+
+def in_order(parts: Tensor) -> Tensor:
+    """[ranks, S / ranks, …] → [S, …] in position order."""
+    return torch.cat(chunks_in_order(parts.unflatten(1, (2, -1))))
+
+
+def chunks_in_order(pairs: Tensor) -> list[Tensor]:
+    """Each rank's two chunks [ranks, 2, …] → the 2 · ranks chunks by position."""
+    ranks = pairs.shape[0]
+    return [pairs[c, 0] if c < ranks else pairs[2 * ranks - 1 - c, 1] for c in range(2 * ranks)]
+
+
+def by_rank(x: Tensor, ranks: int) -> Tensor:
+    """The inverse of `in_order`."""
+    chunks = x.chunk(2 * ranks)
+    return torch.stack([torch.cat((chunks[r], chunks[2 * ranks - 1 - r])) for r in range(ranks)])
