@@ -99,14 +99,17 @@ class _Sum:
     def seen(self) -> int:
         return self._groups * self.step.rows + self._rows
 
-    def add_rows(self, rows: int, grad: Tensor) -> None:
-        """Count rows that have been added to `open`; after the last one, leave the whole sum in `grad`."""
-        self._rows += rows
-        if self.complete or self._rows > self.step.rows:
+    def admit(self, rows: int) -> None:
+        """Refuse rows that do not belong to the present group."""
+        if self.complete or self._rows + rows > self.step.rows:
             raise ParityError(
                 f"{envs.GRADIENT_GROUPS.name}: a micro-batch of {rows} rows crosses the end of a group of {self.step.rows} rows; "
                 "use a micro-batch size that divides the rows of a group, and begin every step (zero_grad_buffer or begin_step)"
             )
+
+    def added(self, rows: int, grad: Tensor) -> None:
+        """Count rows that have been added to `open`; after the last one, leave the whole sum in `grad`."""
+        self._rows += rows
         if self._rows < self.step.rows:
             return
         self._rows = 0
@@ -143,8 +146,9 @@ def accumulate(grad: Tensor, add: Callable[..., None], rows: int, peers: int) ->
     if state is None or state.step is not _step:
         state = _Sum(_step, grad, peers)
         setattr(grad, _STATE, state)
+    state.admit(rows)
     add(*state.open)
-    state.add_rows(rows, grad)
+    state.added(rows, grad)
 
 
 def check_complete(grad: Tensor) -> None:

@@ -879,9 +879,11 @@ def embedding(weight: Tensor, ids: Tensor, vocab_start: int, vocab_size: int) ->
     )
     local = ids - vocab_start
     owned = (local >= 0) & (local < len(weight))
-    out = weight.new_zeros(*ids.shape, weight.shape[1])
-    out[owned] = weight.detach()[local[owned]]
-    return out
+    bits = torch.int32 if weight.dtype == torch.float32 else torch.int16  # torch's bf16 copies change NaN payloads
+    table = weight.detach().contiguous().view(bits)
+    out = table.new_zeros(*ids.shape, table.shape[1])
+    out[owned] = table[local[owned]]
+    return out.view(weight.dtype)
 
 
 @np.errstate(all="ignore")
