@@ -52,7 +52,7 @@ def context_parallel_attention(
     if exchange == "a2a":
         return _ulysses(q, k, v, group, scale, window)
     if needs_grad(q, k, v):
-        out: Tensor = _Gathered.apply(q, k, v, group, exchange, scale, window, whole_rows)
+        out: Tensor = _Gathered.apply(q, k, v, (group, exchange, scale, window, whole_rows))
         return out
     keys, values = _whole(k, group, exchange), _whole(v, group, exchange)
     return torch.cat([_chunk(q, keys, values, i, group, scale, window)[0] for i in range(2)])
@@ -135,8 +135,7 @@ def _chunk(
 
 
 def _seqs(chunk: int, batch: int, index: int, group: Any) -> Tensor:
-    ranks, mine = tree.size(group), tree.rank(group)
-    position = chunk * (mine if index == 0 else 2 * ranks - 1 - mine)
+    position = chunk * zigzag.chunks(tree.rank(group), tree.size(group))[index]
     first = torch.arange(batch, dtype=torch.int32)
     columns = (first, torch.full_like(first, chunk), torch.full_like(first, position), first)
     return torch.stack((*columns, torch.full_like(first, position + chunk)), dim=1)
@@ -144,21 +143,11 @@ def _seqs(chunk: int, batch: int, index: int, group: Any) -> Tensor:
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        group: Any,
-        exchange: Exchange,
-        scale: float,
-        window: int,
-        whole_rows: bool,
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, Exchange, float, int, bool]) -> Tensor:
+        group, exchange, scale, window, _ = ctx.options = options
         keys, values = _whole(k, group, exchange), _whole(v, group, exchange)
         halves = [_chunk(q, keys, values, i, group, scale, window) for i in range(2)]
         ctx.save_for_backward(q, k, v, *(t for half in halves for t in half))
-        ctx.options = (group, exchange, scale, window, whole_rows)
         return torch.cat([half[0] for half in halves])
 
     @staticmethod
@@ -171,7 +160,7 @@ class _Gathered(torch.autograd.Function):
         chunk = rows // 2
         whole = [_whole(x, group, exchange).flatten(0, 1) for x in (k, v)]
         if whole_rows:
-            return *_whole_backward(grads[0], q, whole, saved, group, scale, window), *[None] * 5
+            return *_whole_backward(grads[0], q, whole, saved, group, scale, window), None
         dq, roots = [], []
         for index in range(2):
             part = slice(index * chunk, (index + 1) * chunk)
@@ -195,7 +184,7 @@ class _Gathered(torch.autograd.Function):
             dq.append(got[0].view(chunk, batch, heads, dim))
             roots.append(torch.stack(got[1:]).unflatten(1, (ranks * rows, batch)))  # [dK and dV, S, B, Hk, D]
         dkv = _exchange_roots(torch.stack(roots), group)
-        return torch.cat(dq), _rounded(dkv[0] * scale, k.dtype), _rounded(dkv[1], v.dtype), *[None] * 5
+        return torch.cat(dq), _rounded(dkv[0] * scale, k.dtype), _rounded(dkv[1], v.dtype), None
 
 
 def _whole_backward(
@@ -206,9 +195,9 @@ def _whole_backward(
     length, segment = rows * tree.size(group), contract.current().segment_blocks
     sums = (torch.cat(saved[i::3], dim=1).t().unflatten(0, (rows, batch)) for i in (1, 2))
     dout, q, out, m, l = (zigzag.gather(x, group).flatten(0, 1) for x in (dout, q, torch.cat(saved[::3]), *sums))  # noqa: E741
+    m, l = m.t().contiguous(), l.t().contiguous()  # noqa: E741
     seqs = ops.sbhd_seqs(length, batch)
-    sums = (x.t().contiguous() for x in (m, l))
-    got = schemas.attention_backward(dout, q, *key_values, out, *sums, seqs, batch, scale, window, segment, False)
+    got = schemas.attention_backward(dout, q, *key_values, out, m, l, seqs, batch, scale, window, segment, False)
     return tuple(zigzag.own(x.unflatten(0, (length, batch)), group) for x in got)
 
 
@@ -221,9 +210,8 @@ def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _exchange_roots(roots: Tensor, group: Any) -> Tensor:
     """Roots [2 chunks of queries, 2, S, …] of this rank → the sums over all chunks for its keys, [2, S / ranks, …]."""
     ranks = tree.size(group)
-    sent = torch.stack(
-        [torch.stack([zigzag.by_rank(x, ranks) for x in half]) for half in roots]
-    )  # [2, 2, ranks, S/ranks, …]
+    # [2, 2, ranks, S / ranks, …]
+    sent = torch.stack([torch.stack([zigzag.by_rank(x, ranks) for x in half]) for half in roots])
     sent = sent.permute(2, 0, 1, *range(3, sent.dim()))
     received = zigzag.chunks_in_order(tree.all_to_all(sent, group))
     total: Tensor = schemas.tree_sum(torch.stack(received), None, torch.float32)

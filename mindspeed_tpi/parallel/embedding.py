@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mindspeed_tpi import ops
 from mindspeed_tpi.ops import _schemas as schemas
-from mindspeed_tpi.ops._autograd import needs_grad, parameter_gradient
+from mindspeed_tpi.ops._autograd import needs_grad
 from mindspeed_tpi.parallel import tree, zigzag
 
 
@@ -36,7 +36,8 @@ def vocab_parallel_embedding(
     """
     if not needs_grad(weight):
         return _forward(weight, ids, group, vocab_start, vocab_size, sequence_parallel)
-    y: Tensor = _VocabParallelEmbedding.apply(weight, ids, group, vocab_start, vocab_size, sequence_parallel, row_group)
+    options = (group, vocab_start, vocab_size, sequence_parallel, row_group)
+    y: Tensor = _VocabParallelEmbedding.apply(weight, ids, options)
     return y
 
 
@@ -49,30 +50,20 @@ def _forward(
 
 class _VocabParallelEmbedding(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        weight: Tensor,
-        ids: Tensor,
-        group: Any,
-        vocab_start: int,
-        vocab_size: int,
-        sequence_parallel: bool,
-        row_group: Any,
-    ) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, ids: Tensor, options: tuple[Any, int, int, bool, Any]) -> Tensor:
         ctx.save_for_backward(weight, ids)
-        ctx.options = (group, vocab_start, sequence_parallel, row_group)
-        return _forward(weight, ids, group, vocab_start, vocab_size, sequence_parallel)
+        ctx.options = options
+        return _forward(weight, ids, *options[:4])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         weight, ids = ctx.saved_tensors
-        group, vocab_start, sequence_parallel, row_group = ctx.options
+        group, vocab_start, _, sequence_parallel, row_group = ctx.options
         dy = tree.gather_rows(grads[0], group) if sequence_parallel else grads[0].transpose(0, 1)
         rows = zigzag.gather(dy, row_group).transpose(0, 1).flatten(0, 1)
         row_ids = zigzag.gather(ids.t(), row_group).t().reshape(-1)
 
         def add(grad: Tensor) -> None:
-            if tree.rank(row_group) == 0:
-                schemas.embedding_dw(rows, row_ids, grad, vocab_start, 1, None)
+            schemas.embedding_dw(rows, row_ids, grad, vocab_start, 1, None)
 
-        return parameter_gradient(weight, add, ids.shape[0]), *[None] * 6
+        return zigzag.row_gradient(weight, add, ids.shape[0], row_group), None, None

@@ -174,7 +174,12 @@ class _ParallelLinear(torch.autograd.Function):
             whole = tree.gather_rows(x, plan.group) if plan.sequence_parallel and columns else x
             dw = parameter_gradient(weight, lambda g: _add_dw(dy, whole, g[: plan.used], plan), plan.batch)
         if bias is not None and ctx.needs_input_grad[2]:
-            db = parameter_gradient(bias, lambda g: _add_db(dy, g[: plan.used], plan), plan.batch)
+            row = zigzag.gather(dy, plan.row_group)
+
+            def add(grad: Tensor) -> None:
+                ops.linear_db(row, grad[: plan.used], batch=plan.batch, spans=spans())
+
+            db = zigzag.row_gradient(bias, add, plan.batch, plan.row_group)
         return dx, dw, db, None
 
 
@@ -188,12 +193,6 @@ def _add_dw(dy: Tensor, x: Tensor, grad: Tensor, plan: _Plan) -> None:
         dy, x = zigzag.in_order(parts)[..., : grad.shape[0]].contiguous(), zigzag.gather(x, plan.row_group)
     if grad.numel():
         ops.linear_dw(dy, x, grad, batch=plan.batch)
-
-
-def _add_db(dy: Tensor, grad: Tensor, plan: _Plan) -> None:
-    dy = zigzag.gather(dy, plan.row_group)
-    if tree.rank(plan.row_group) == 0:
-        ops.linear_db(dy, grad, batch=plan.batch, spans=spans())
 
 
 def replicated_linear(
@@ -268,12 +267,10 @@ def span_gradient(weight: Tensor, group: Any, row_group: Any, add: Callable[...,
     own = Leaves(1, spans()).shard(tree.size(group)).count
 
     def accumulate(grad: Tensor) -> None:
-        if tree.rank(row_group):
-            return
         roots = grad.new_zeros(batch, *grad.shape)
         for b in range(batch):
             add(slice(b, None, batch), roots[b], own, *flat)
         for root in tree.tree_reduce(roots, group):
             grad.copy_(schemas.tree_sum(torch.stack((grad, root)), None, torch.float32))
 
-    return parameter_gradient(weight, accumulate, batch)
+    return zigzag.row_gradient(weight, accumulate, batch, row_group)

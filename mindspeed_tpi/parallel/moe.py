@@ -280,14 +280,15 @@ class _Experts(torch.autograd.Function):
 
         scaled = (pair_weights.unsqueeze(1) * dout.float()).to(dtype)
         row = dispatch.keys // numbering.length
+        chains = [_chains(row[part]) for part in dispatch.parts]
         gradients: list[Tensor | None] = []
         for index, parameter in enumerate(parameters):
             if not ctx.needs_input_grad[7 + index]:
                 gradients.append(None)
                 continue
             dy, a, of_experts = (dgate_up, rows, grouped_fc1) if index < count else (scaled, active, grouped_fc2)
-            parts = dispatch.parts if grouped else [dispatch.parts[index % count]]
-            adders = [_adder(dy[part], a[part], row[part]) for part in parts]
+            local = range(len(chains)) if grouped else [index % count]
+            adders = [_adder(dy[dispatch.parts[e]], a[dispatch.parts[e]], *chains[e]) for e in local]
             add = _to_each(adders, partial(of_experts, experts=held[0], hidden=held[1])) if grouped else adders[0]
             gradients.append(parameter_gradient(parameter, add, numbering.batch, numbering.peers))
         return dx, dpairs, None, None, None, None, None, *gradients
@@ -303,14 +304,18 @@ def _to_each(adders: Sequence[Callable[..., None]], of_experts: Callable[[Tensor
     return add
 
 
-def _adder(dy: Tensor, x: Tensor, row: Tensor) -> Callable[..., None]:
+def _chains(row: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows that have tokens in one expert, and the edges of their runs."""
+    numbers, counts = torch.unique_consecutive(row, return_counts=True)
+    return numbers, torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)))
+
+
+def _adder(dy: Tensor, x: Tensor, numbers: Tensor, edges: Tensor) -> Callable[..., None]:
     """Adds the weight gradient of one expert to f32 tensors: a chain per row, rows in order; row r to tensor r modulo their
     number."""
 
     def add(*grads: Tensor) -> None:
-        numbers, counts = torch.unique_consecutive(row, return_counts=True)
-        edges = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)))
-        if len(grads) == 1 and row.numel():
+        if len(grads) == 1 and numbers.numel():
             ops.linear_dw(dy, x, grads[0], row_offsets=edges)
         elif len(grads) > 1:
             for number, (first, last) in zip(numbers.tolist(), pairwise(edges.tolist()), strict=True):

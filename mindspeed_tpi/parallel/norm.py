@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mindspeed_tpi import ops
 from mindspeed_tpi.ops import _schemas as schemas
-from mindspeed_tpi.ops._autograd import needs_grad, parameter_gradient, spans
+from mindspeed_tpi.ops._autograd import needs_grad, spans
 from mindspeed_tpi.parallel import tree, zigzag
 from mindspeed_tpi.parallel.linear import span_gradient
 
@@ -42,26 +42,16 @@ def rms_norm(
     shared = tree.size(group) > 1 or row_group is not None
     if not (shared and needs_grad(x, weight)):
         return ops.rms_norm(x, weight, eps, batch=batch, per_head=per_head)
-    y: Tensor = _RMSNorm.apply(x, weight, eps, group, per_head, copies, batch, row_group)
+    y: Tensor = _RMSNorm.apply(x, weight, eps, (group, per_head, copies, batch, row_group))
     return y
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        eps: float,
-        group: Any,
-        per_head: bool,
-        copies: int,
-        batch: int,
-        row_group: Any,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, options: tuple[Any, bool, int, int, Any]) -> Tensor:
         y, rstd = schemas.rms_norm(x, weight, eps)
         ctx.save_for_backward(x, weight, rstd)
-        ctx.options = (group, per_head, copies, batch, row_group)
+        ctx.options = options
         return y  # type: ignore[no-any-return]
 
     @staticmethod
@@ -77,7 +67,7 @@ class _RMSNorm(torch.autograd.Function):
                 else _spans(dy, x, weight, rstd, group, batch, row_group)
             )
         dx = schemas.rms_norm_backward(dy, x, weight, rstd, None)
-        return dx, dw, None, None, None, None, None, None
+        return dx, dw, None, None
 
 
 def _spans(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, group: Any, batch: int, row_group: Any) -> Tensor:
@@ -95,9 +85,4 @@ def _heads(
     terms = tree.gather(schemas.head_terms(dy, x, rstd), group)[::copies]
     whole = schemas.tree_sum(terms.contiguous(), None, torch.float32)
     whole = zigzag.gather(whole.unflatten(0, (-1, batch)), row_group)
-
-    def add(grad: Tensor) -> None:
-        if tree.rank(row_group) == 0:
-            ops.linear_db(whole, grad, batch=batch, spans=spans())
-
-    return parameter_gradient(weight, add, batch)
+    return zigzag.row_gradient(weight, lambda g: ops.linear_db(whole, g, batch=batch, spans=spans()), batch, row_group)

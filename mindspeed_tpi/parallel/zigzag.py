@@ -3,13 +3,20 @@ and 2 · ranks − 1 − r, so that causal attention costs every rank the same."
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mindspeed_tpi.errors import LayoutError
+from mindspeed_tpi.ops._autograd import parameter_gradient
 from mindspeed_tpi.parallel import tree
+
+
+def chunks(rank: int, ranks: int) -> tuple[int, int]:
+    """Which of the 2 · ranks chunks a rank holds, in its order."""
+    return rank, 2 * ranks - 1 - rank
 
 
 def positions(length: int, group: Any) -> Tensor:
@@ -26,7 +33,7 @@ def positions(length: int, group: Any) -> Tensor:
             f"{length} tokens per context-parallel rank are not two chunks; pad to a multiple of {2 * ranks}"
         )
     chunk = length // 2
-    return torch.cat([torch.arange(c * chunk, (c + 1) * chunk) for c in (mine, 2 * ranks - 1 - mine)])
+    return torch.cat([torch.arange(c * chunk, (c + 1) * chunk) for c in chunks(mine, ranks)])
 
 
 def gather(x: Tensor, group: Any) -> Tensor:
@@ -53,5 +60,13 @@ def chunks_in_order(pairs: Tensor) -> list[Tensor]:
 
 def by_rank(x: Tensor, ranks: int) -> Tensor:
     """The inverse of `in_order`."""
-    chunks = x.chunk(2 * ranks)
-    return torch.stack([torch.cat((chunks[r], chunks[2 * ranks - 1 - r])) for r in range(ranks)])
+    parts = x.chunk(2 * ranks)
+    return torch.stack([torch.cat([parts[c] for c in chunks(r, ranks)]) for r in range(ranks)])
+
+
+def row_gradient(parameter: Tensor, add: Callable[[Tensor], None], rows: int, group: Any) -> Tensor:
+    """`parameter_gradient` from whole rows, which all ranks of `group` have gathered: the first adds them, the others nothing."""
+    return parameter_gradient(parameter, add if tree.rank(group) == 0 else _nothing, rows)
+
+
+def _nothing(grad: Tensor) -> None: ...

@@ -3,8 +3,7 @@
     python -m torch.distributed.run --nproc-per-node N -m tests.parallel.trainers JOBS.json OUT.pt
 
 JOBS holds a list of {name, model, train, micro_batch, groups, ddp, config (fields of TransformerConfig)} or {name, model, train,
-rollouts}; OUT a dictionary
-name → result of rank 0.
+rollouts}; OUT a dictionary name → result of rank 0.
 """
 
 from __future__ import annotations

@@ -156,11 +156,8 @@ def _keys(self: Any, length: int, batch: int) -> tuple[Tensor, moe.Rows]:
     first = length * tree.rank(self.attn_tp_group) if parts > 1 else 0
     row_group = gradient_row_group()
     grouped = gradient_groups.count() > 0
-    peers = parallel_state.get_data_parallel_world_size(with_context_parallel=not grouped)
-    peer = parallel_state.get_data_parallel_rank(with_context_parallel=not grouped)
-    if grouped:
-        peers = _peers(self)
-        peer %= peers
+    peers = _peers(self) if grouped else parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    peer = parallel_state.get_data_parallel_rank(with_context_parallel=not grouped) % peers
     row_length = length * parts * tree.size(row_group)
     row = torch.arange(batch) * peers + peer
     position = zigzag.positions(length * parts, row_group)[first : first + length]
