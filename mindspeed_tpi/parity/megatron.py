@@ -67,7 +67,7 @@ def start_megatron(layout: Layout | None = None, identity: Mapping[str, str] | N
     if parallel_state.model_parallel_is_initialized():
         if _layout in (None, layout) and _world in (None, dist.group.WORLD):
             return
-        parallel_state.destroy_model_parallel()
+        _leave_groups()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -78,6 +78,17 @@ def start_megatron(layout: Layout | None = None, identity: Mapping[str, str] | N
         distributed_timeout_minutes=int(TIMEOUT.total_seconds()) // 60,
     )
     _layout, _world = layout, dist.group.WORLD
+
+
+def _leave_groups() -> None:
+    """End the process groups of the last layout: upstream only forgets them, and each keeps threads and sockets."""
+    from megatron.core import parallel_state
+
+    if _world is dist.group.WORLD:  # an engine that destroyed the default group took the others with it
+        for group in parallel_state._global_process_group_list or ():
+            if group is not None:  # the default group
+                dist.destroy_process_group(group)
+    parallel_state.destroy_model_parallel()
 
 
 def _join(ranks: int) -> None:
