@@ -102,9 +102,15 @@ def _caller(contract: bool) -> str:
     within = f" in {node.name()}" if node is not None else ""
     if frame is None:
         return f"a thread of torch{within}"
-    file = frame.f_code.co_filename
-    root = max((path for path in sys.path if path and file.startswith(path + os.sep)), key=len, default="")
-    return f"{file.removeprefix(root).lstrip(os.sep)}:{frame.f_lineno} {frame.f_code.co_name}{within}"
+    return f"{_within_package(frame)}:{frame.f_lineno} {frame.f_code.co_name}{within}"
+
+
+def _within_package(frame: FrameType) -> str:
+    """The file of a frame from its top package on (`megatron/core/…`), wherever that is installed; a script's whole path."""
+    file, module = Path(frame.f_code.co_filename), frame.f_globals.get("__name__", "__main__")
+    if module == "__main__":
+        return str(file)
+    return str(Path(*file.parts[-1 - module.count(".") - (file.stem == "__init__") :]))
 
 
 _running: _Audit | None = None

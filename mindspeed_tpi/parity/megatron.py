@@ -85,7 +85,7 @@ def _leave_groups() -> None:
     from megatron.core import parallel_state
 
     if _world is dist.group.WORLD:  # an engine that destroyed the default group took the others with it
-        for group in parallel_state._global_process_group_list or ():
+        for group in getattr(parallel_state, "_global_process_group_list", None) or ():  # 0.12 keeps no list
             if group is not None:  # the default group
                 dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()

@@ -35,11 +35,11 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     """Of a layout: how it compares with engines' records; or log-probabilities, gradient hashes and, after an AdamW step,
     weight hashes."""
     import_megatron()
+    os.environ[envs.GRADIENT_GROUPS.name] = str(job.get("groups", 0))
     with megatron_config(**job.get("config", {})):
         trainer = Trainer(Request(job["model"], ((1, 2),), dtype=job.get("dtype", "bfloat16"), train=job["train"]))
     if "rollouts" in job:
         return {"differ": {path: _compare(trainer, Rollout.load(path)) for path in job["rollouts"]}}
-    os.environ[envs.GRADIENT_GROUPS.name] = str(job.get("groups", 0))
     lengths = LENGTHS * 2 if "groups" in job else LENGTHS
     rollout = record(random_prompts(lengths, vocab=VOCAB, seed=3), trainer.contract)
     logprobs = trainer.logprobs(rollout, micro_batch=job.get("micro_batch"))
