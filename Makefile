@@ -27,6 +27,7 @@ test-long: $(VENV)/ready
 	  apt-get install -y -q g++-aarch64-linux-gnu qemu-user libsimde-dev
 	$(BIN)/python -m tests.native.hashes
 	timeout 120m $(BIN)/python -m tests.ops.long --state out/long --jobs 2
+	$(BIN)/python -m tests.patches.megatron_core.earlier
 	$(BIN)/python -m tests.parallel.wide
 
 lint: $(VENV)/ready

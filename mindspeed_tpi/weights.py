@@ -215,7 +215,7 @@ class _Names:
             "gate_proj",
             "up_proj",
             "down_proj",
-            "shared_expert" if config.moe_shared_expert_gate else "shared_experts",
+            "shared_expert" if getattr(config, "moe_shared_expert_gate", False) else "shared_experts",
             (f"model.layers.{config.num_layers}.",) if sigmoid else (),
         )
 

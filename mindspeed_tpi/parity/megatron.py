@@ -16,6 +16,7 @@ from mindspeed_tpi.errors import InputError, LayoutError, ParityError
 from mindspeed_tpi.parallel.layout import Layout
 from mindspeed_tpi.platform import cpu
 from mindspeed_tpi.profiles import Moe, Profile
+from mindspeed_tpi.versions import installed, mismatch
 
 TIMEOUT = timedelta(seconds=120)  # of every collective: a rank that has gone ends the others this late at the latest
 
@@ -85,7 +86,7 @@ def _leave_groups() -> None:
     from megatron.core import parallel_state
 
     if _world is dist.group.WORLD:  # an engine that destroyed the default group took the others with it
-        for group in getattr(parallel_state, "_global_process_group_list", None) or ():  # 0.12 keeps no list
+        for group in getattr(parallel_state, "_global_process_group_list", None) or ():  # kept from 0.15 on
             if group is not None:  # the default group
                 dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
@@ -243,11 +244,12 @@ def transformer_config(profile: Profile, layout: Layout) -> Any:
 
     Raises:
         InputError: a router that Megatron-core cannot express.
+        ParityError: a setting that the installed version does not have.
     """
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     dtype = profile.torch_dtype
-    config = TransformerConfig(
+    fields = dict(
         num_layers=profile.layers,
         hidden_size=profile.hidden,
         num_attention_heads=profile.heads,
@@ -287,6 +289,14 @@ def transformer_config(profile: Profile, layout: Layout) -> Any:
         calculate_per_token_loss=layout.pp > 1,  # the schedule then leaves the loss as it is
         **({} if profile.moe is None else _moe_fields(profile, profile.moe)),
     )
+    if profile.rope.scaling == "yarn" and (found := mismatch("megatron-core>=0.16")):
+        raise ParityError(f"yarn rotary scaling {found}: earlier constructors take no mscale of None; install 0.16")
+    unknown = {name: value for name, value in fields.items() if name not in TransformerConfig.__dataclass_fields__}
+    if needed := [f"{name}={value}" for name, value in unknown.items() if value]:
+        raise ParityError(
+            f"megatron-core {installed('megatron-core')} has no {', '.join(needed)}, which {profile.family} needs; install 0.16"
+        )
+    config: Any = TransformerConfig(**{name: value for name, value in fields.items() if name not in unknown})
     config.unpadded_vocab_size = profile.vocab
     if profile.rope.scaling == "yarn":
         numbers = dict(profile.rope.parameters)

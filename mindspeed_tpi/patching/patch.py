@@ -16,7 +16,7 @@ class Patch:
         factory: receives the original (as stored: a `staticmethod` stays one) and returns the replacement. It is called
             after the target's module has been imported, and may import upstream.
         reason: why the bits would differ without it.
-        versions: requirements, `|`-separated, one of which must be met (`megatron-core>=0.12,<0.17`).
+        versions: requirements, `|`-separated, one of which must be met (`megatron-core>=0.13,<0.17`).
         parameters: parameter names of the upstream callable the replacement was written against; None for a
             target that is not a function.
         until: what must happen for the patch to go.

@@ -16,7 +16,7 @@ from torch import Tensor
 from mindspeed_tpi.patching import Patch, Registry, Status
 
 UNTIL = "Megatron-core asks torch.accelerator for its device"
-MEGATRON = "megatron-core>=0.12,<0.17"
+MEGATRON = "megatron-core>=0.13,<0.17"
 
 
 def accelerator() -> str | None:
@@ -101,6 +101,13 @@ def _te_general_gemm_defined() -> str | None:
     return accelerator()
 
 
+def _without_sliding_window() -> str | None:
+    module = sys.modules.get("megatron.core.fusions.fused_softmax")
+    if module is not None and not hasattr(module, "get_sliding_window_causal_mask"):
+        return "this Megatron-core has no sliding window"
+    return accelerator()
+
+
 def _torch(name: str, value: Any, kind: Any = "replace") -> Patch:
     return Patch(
         target=f"torch:{name}" if name.startswith("Tensor.") else f"torch.cuda:{name}",
@@ -115,15 +122,17 @@ def _torch(name: str, value: Any, kind: Any = "replace") -> Patch:
     )
 
 
-def _megatron(target: str, value: Any, versions: str, parameters: tuple[str, ...] | None) -> Patch:
+def _megatron(
+    target: str, value: Any, parameters: tuple[str, ...] | None, applies: Callable[[], str | None] = accelerator
+) -> Patch:
     return Patch(
         target=f"megatron.core.{target}",
         factory=lambda original: value,
         reason="asks for a CUDA device by name",
-        versions=versions,
+        versions=MEGATRON,
         parameters=parameters,
         until=UNTIL,
-        applies=accelerator,
+        applies=applies,
     )
 
 
@@ -147,25 +156,23 @@ PATCHES: tuple[Patch, ...] = (
         applies=accelerator,
         anytime=True,
     ),
-    _megatron("tensor_parallel.random:CudaRNGStatesTracker.fork", _nothing, MEGATRON, ("self", "name")),
+    _megatron("tensor_parallel.random:CudaRNGStatesTracker.fork", _nothing, ("self", "name")),
     _megatron(
         "tensor_parallel.random:_get_cuda_rng_state",
         lambda device="cpu", clone=False, graph_safe=False: torch.get_rng_state(),
-        MEGATRON,
         ("device", "clone", "graph_safe"),
     ),
     _megatron(
         "tensor_parallel.random:_set_cuda_rng_state",
         lambda new_state, device=-1, graph_safe=False: None,
-        MEGATRON,
         ("new_state", "device", "graph_safe"),
     ),
-    _megatron("fusions.fused_softmax:get_default_causal_mask", get_default_causal_mask, MEGATRON, ("sq",)),
+    _megatron("fusions.fused_softmax:get_default_causal_mask", get_default_causal_mask, ("sq",)),
     _megatron(
         "fusions.fused_softmax:get_sliding_window_causal_mask",
         get_sliding_window_causal_mask,
-        "megatron-core>=0.15,<0.17",
         ("sq", "skv", "window_size"),
+        applies=_without_sliding_window,
     ),
     Patch(
         target="megatron.core.pipeline_parallel.schedules:torch",
@@ -180,7 +187,7 @@ PATCHES: tuple[Patch, ...] = (
         target="megatron.core.transformer.moe.moe_utils:te_general_gemm",
         factory=lambda original: None,
         reason="the router reads the name, which only an import of Transformer Engine binds",
-        versions="megatron-core>=0.13,<0.17",
+        versions=MEGATRON,
         parameters=None,
         until="Megatron-core binds te_general_gemm to None without Transformer Engine",
         kind="add",

@@ -6,6 +6,7 @@ import sys
 from typing import Any, Literal
 
 from mindspeed_tpi.errors import ParityError
+from mindspeed_tpi.patches.megatron_core.support import VERSIONS
 from mindspeed_tpi.patching import Patch
 
 
@@ -37,27 +38,29 @@ def stand_in(
     *,
     extension: str,
     instead: str,
-    versions: str,
     kind: Literal["replace", "add"] = "replace",
 ) -> Patch:
     """A patch that puts `value` where upstream's import of an extension failed; not needed where it succeeded.
 
     Args:
-        target: None, False or missing where the import failed.
+        target: None or False where the import failed; kind "add": missing there. Upstream before the extension lacks it, too.
         instead: what computes in the extension's place.
     """
     module, _, name = target.partition(":")
 
-    def installed() -> str | None:
-        return f"{extension} is installed" if getattr(sys.modules.get(module), name, None) else None
+    def unneeded() -> str | None:
+        upstream = sys.modules.get(module)
+        if upstream is not None and kind == "replace" and not hasattr(upstream, name):
+            return f"this Megatron-core does not ask for {extension}"
+        return f"{extension} is installed" if getattr(upstream, name, None) else None
 
     return Patch(
         target=target,
         factory=lambda original: value,
         reason=f"stand-in: a constructor asks for {extension}; {instead}",
-        versions=versions,
+        versions=VERSIONS,
         parameters=None,
         until=f"Megatron-core's constructors do without {extension}",
         kind=kind,
-        applies=installed,
+        applies=unneeded,
     )

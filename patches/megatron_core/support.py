@@ -18,7 +18,7 @@ from mindspeed_tpi.versions import mismatch
 logger = logging.getLogger("mindspeed_tpi")
 _Variant = TypeVar("_Variant")
 
-VERSIONS = "megatron-core>=0.12,<0.17"
+VERSIONS = "megatron-core>=0.13,<0.17"
 UNTIL = "Megatron-core offers operators with a stated order of summation for this module"
 
 
@@ -143,6 +143,13 @@ def tensor_parallel_group() -> Any:
     from megatron.core import parallel_state
 
     return parallel_state.get_tensor_model_parallel_group()
+
+
+def expert_tensor_parallel_group() -> Any:
+    """The process group that shares each expert of this rank."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_expert_tensor_parallel_group()
 
 
 def context_parallel_group() -> Any:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from mindspeed_tpi import versions
 from mindspeed_tpi.errors import InputError, LayoutError, ParityError
 from mindspeed_tpi.parallel.layout import Layout
 from mindspeed_tpi.parity.megatron import check_agreement, check_model, start_megatron, transformer_config
@@ -93,3 +94,24 @@ def test_a_router_that_megatron_cannot_express(
     assert profile.moe is not None
     with pytest.raises(InputError, match="Megatron-core renormalises only over more than one expert"):
         transformer_config(replace(profile, moe=replace(profile.moe, **changes)), Layout())  # type: ignore[arg-type]
+
+
+def test_what_an_earlier_version_has_no_field_for(
+    profiles: dict[str, Profile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    monkeypatch.delitem(TransformerConfig.__dataclass_fields__, "moe_shared_expert_gate")
+    transformer_config(profiles["qwen3-moe"], Layout())
+    with pytest.raises(
+        ParityError, match="has no moe_shared_expert_gate=True, which Qwen2MoeForCausalLM needs; install"
+    ):
+        transformer_config(profiles["qwen2-moe"], Layout())
+
+
+def test_yarn_needs_a_version(profiles: dict[str, Profile], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "installed", lambda name: "0.15.3")
+    llama = profiles["llama"]
+    numbers = (("factor", 2.0), ("original_max_position_embeddings", 64.0))
+    with pytest.raises(ParityError, match="yarn rotary scaling needs megatron-core>=0.16, found megatron-core 0.15.3"):
+        transformer_config(replace(llama, rope=replace(llama.rope, scaling="yarn", parameters=numbers)), Layout())

@@ -24,15 +24,14 @@ def allreduce_non_tensor_model_parallel_grads(original: Callable[..., None]) -> 
     return allreduce
 
 
-_NAME = by_version(("0.13", "_allreduce_non_tensor_model_parallel_grads"), ("0.12", "_allreduce_layernorm_grads"))
 PATCHES: tuple[Patch, ...] = (
     Patch(
-        target=f"megatron.core.distributed.finalize_model_grads:{_NAME}",
+        target="megatron.core.distributed.finalize_model_grads:_allreduce_non_tensor_model_parallel_grads",
         factory=allreduce_non_tensor_model_parallel_grads,
         reason="a library sum over tensor-parallel ranks, which also counts replicated heads twice; and head and embedding "
         "gradients of a tied weight are added once",
         versions=VERSIONS,
-        parameters=by_version(("0.16", ("model", "config", "tp_group")), ("0.12", ("model", "config"))),
+        parameters=by_version(("0.14", ("model", "config", "tp_group")), ("0.13", ("model", "config"))),
         until=UNTIL,
     ),
 )

@@ -79,7 +79,7 @@ PATCHES: tuple[Patch, ...] = (
         factory=start_grad_sync,
         reason="a library's sum over more than two ranks depends on its algorithm",
         versions=VERSIONS,
-        parameters=by_version(("0.16", ("self", "force_all_reduce")), ("0.12", ("self",))),
+        parameters=by_version(("0.16", ("self", "force_all_reduce")), ("0.13", ("self",))),
         until=UNTIL,
     ),
 )

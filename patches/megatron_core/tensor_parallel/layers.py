@@ -144,7 +144,6 @@ def _fusion(name: str, value: Any, kind: Literal["replace", "add"]) -> Patch:
         value,
         extension="apex's fused_weight_gradient_mlp_cuda",
         instead="this package's operators add weight gradients into main_grad themselves",
-        versions=VERSIONS,
         kind=kind,
     )
 

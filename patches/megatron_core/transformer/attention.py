@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_tpi import ops
+from mindspeed_tpi.parallel import tree
 from mindspeed_tpi.parallel.attention import split_key_values
 from mindspeed_tpi.patches.megatron_core.support import (
     UNTIL,
@@ -54,14 +55,13 @@ def apply_rotary_pos_emb(original: Callable[..., Tensor]) -> Callable[..., Tenso
 
 
 def get_query_key_value_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`SelfAttention.get_query_key_value_tensors` where tensor-parallel ranks outnumber the KV heads."""
+    """`SelfAttention.get_query_key_value_tensors` where tensor-parallel ranks outnumber the KV heads (upstream: from 0.16 on)."""
 
     def get(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        groups = self.config.num_query_groups
-        if not served(self.config) or groups >= self.world_size:
+        groups, group = self.config.num_query_groups, tensor_parallel_group()
+        if not served(self.config) or groups >= tree.size(group):
             return original(self, hidden_states, *args, **kwargs)
-        group = tensor_parallel_group()
-        copies = self.world_size // groups
+        copies = tree.size(group) // groups
         mixed, _ = self.linear_qkv(hidden_states)
         query, key, value = split_key_values(mixed, group, groups, self.hidden_size_per_attention_head)
         self.core_attention.key_copies = copies
@@ -79,11 +79,11 @@ PATCHES: tuple[Patch, ...] = (
         target="megatron.core.transformer.attention:SelfAttention.get_query_key_value_tensors",
         factory=get_query_key_value_tensors,
         reason="upstream's gradient of a shared KV head is a library sum over ranks, and its norm counts the head once per rank",
-        versions="megatron-core>=0.12,<0.17",
+        versions=VERSIONS,
         parameters=by_version(
             ("0.16", ("self", "hidden_states", "key_value_states", "output_gate", "split_qkv")),
             ("0.15", ("self", "hidden_states", "key_value_states", "split_qkv")),
-            ("0.12", ("self", "hidden_states", "key_value_states")),
+            ("0.13", ("self", "hidden_states", "key_value_states")),
         ),
         until=UNTIL,
     ),
@@ -92,10 +92,7 @@ PATCHES: tuple[Patch, ...] = (
         factory=apply_rotary_pos_emb,
         reason="stock cos and sin are rounded to bf16 and each product is rounded",
         versions=VERSIONS,
-        parameters=by_version(
-            ("0.13", ("t", "freqs", "config", "cu_seqlens", "mscale", "cp_group")),
-            ("0.12", ("t", "freqs", "config", "cu_seqlens", "mscale")),
-        ),
+        parameters=("t", "freqs", "config", "cu_seqlens", "mscale", "cp_group"),
         until=UNTIL,
     ),
 )

@@ -35,7 +35,6 @@ PATCHES: tuple[Patch, ...] = (
         parameters=by_version(
             ("0.16", ("self", "hidden_states", "per_token_scale", "kwargs")),
             ("0.13", ("self", "hidden_states", "per_token_scale")),
-            ("0.12", ("self", "hidden_states")),
         ),
         until=UNTIL,
     ),

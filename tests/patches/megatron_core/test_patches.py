@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -162,8 +161,10 @@ def test_masks_and_packing(trainer: Build, monkeypatch: pytest.MonkeyPatch) -> N
         assert same_bits(t.model(tokens, tokens, causal), t.model(tokens, tokens, None))
         with pytest.raises(ParityError, match="attention mask that is not the causal one"):
             t.model(tokens, tokens, causal.roll(1, -1))
+        from megatron.core.packed_seq_params import PackedSeqParams
+
         with pytest.raises(ParityError, match="packed sequences"):
-            packed = SimpleNamespace(qkv_format="sbhd", max_seqlen_q=6, max_seqlen_kv=6, cp_group=None)
+            packed = PackedSeqParams(qkv_format="sbhd", max_seqlen_q=6, max_seqlen_kv=6)
             t.model(tokens, tokens, None, packed_seq_params=packed)
 
 

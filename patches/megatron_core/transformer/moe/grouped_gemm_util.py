@@ -15,7 +15,6 @@ def _patch(name: str) -> Patch:
         _STAND_IN,
         extension=_EXTENSION,
         instead="this package's linear computes each expert from GroupedMLP's own weights",
-        versions="megatron-core>=0.15,<0.17",
     )
 
 

@@ -18,6 +18,7 @@ from mindspeed_tpi.patches.megatron_core.support import (
     VERSIONS,
     by_version,
     context_parallel_group,
+    expert_tensor_parallel_group,
     gradient_row_group,
     outside,
     served,
@@ -47,19 +48,17 @@ def routing(config: Any) -> dict[str, Any]:
 def forward(original: Callable[..., Any]) -> Callable[..., Any]:
     """`MoELayer.forward`: router, experts and shared expert; hidden [s, b, h] → ([s, b, h], None)."""
 
-    def moe_forward(
-        self: Any, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Tensor | None = None
-    ) -> tuple[Tensor, None]:
+    def moe_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         if not served(self.config):
-            return original(self, hidden_states, intermediate_tensors, padding_mask)  # type: ignore[no-any-return]
+            return original(self, hidden_states, *args, **kwargs)  # type: ignore[no-any-return]
         parameters = _parameters(self.experts)
         if parameters is None:
             outside(
                 f"experts of class {type(self.experts).__qualname__}; build the layers from get_gpt_layer_local_spec, whose "
                 "SequentialMLP and GroupedMLP are served"
             )
-            return original(self, hidden_states, intermediate_tensors, padding_mask)  # type: ignore[no-any-return]
-        if intermediate_tensors is not None or padding_mask is not None:
+            return original(self, hidden_states, *args, **kwargs)  # type: ignore[no-any-return]
+        if any(value is not None for value in (*args, *kwargs.values())):
             raise ParityError(
                 "outside the numerics contract: MoELayer with intermediate_tensors (CUDA graphs) or a padding_mask; pass neither"
             )
@@ -100,7 +99,7 @@ def _layer(self: Any, hidden: Tensor, parameters: tuple[list[Tensor], list[Tenso
         keys,
         config.num_moe_experts,
         self.ep_group,
-        self.experts.tp_group,
+        expert_tensor_parallel_group(),
         "allgather" if config.moe_token_dispatcher_type == "allgather" else "alltoall",
     )
     fc1, fc2, grouped = parameters
@@ -110,7 +109,7 @@ def _layer(self: Any, hidden: Tensor, parameters: tuple[list[Tensor], list[Tenso
         dispatch,
         fc1,
         fc2,
-        etp_group=self.experts.tp_group,
+        etp_group=expert_tensor_parallel_group(),
         rows=rows,
         grouped=grouped,
     ).view(length, batch, width)
@@ -172,7 +171,7 @@ def _peers(self: Any) -> int:
         LayoutError: gradient groups, and a row that is spread over copies of an expert.
     """
     tp, cp = tree.size(self.attn_tp_group), tree.size(context_parallel_group())
-    ep, etp = tree.size(self.ep_group), tree.size(self.experts.tp_group)
+    ep, etp = tree.size(self.ep_group), tree.size(expert_tensor_parallel_group())
     if ep * etp % (tp * cp):
         raise LayoutError(
             f"{envs.GRADIENT_GROUPS.name} with tp={tp}, cp={cp}, ep={ep}, etp={etp}: a row would be spread over copies of an "
@@ -190,7 +189,7 @@ def _count(router: Any, ids: Tensor) -> None:
 
 def _check_replay(router: Any, ids: Tensor) -> None:
     """Router replay is not needed where routing has equal bits; where it is on, it must agree."""
-    replay = router.router_replay
+    replay = getattr(router, "router_replay", None)  # from 0.16 on
     if replay is None or replay.router_replay_action is None:
         return
     action = replay.router_replay_action.value
@@ -226,10 +225,10 @@ PATCHES: tuple[Patch, ...] = (
         target="megatron.core.transformer.moe.moe_layer:MoELayer.forward",
         factory=forward,
         reason="stock routing, expert products and the weighted sum of their outputs follow rank, dispatcher and library order",
-        versions="megatron-core>=0.15,<0.17",
+        versions=VERSIONS,
         parameters=by_version(
             ("0.16", ("self", "hidden_states", "intermediate_tensors", "padding_mask")),
-            ("0.15", ("self", "hidden_states")),
+            ("0.13", ("self", "hidden_states")),
         ),
         until=UNTIL,
     ),

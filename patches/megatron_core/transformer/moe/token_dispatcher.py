@@ -8,13 +8,12 @@ from mindspeed_tpi.patches.megatron_core.stand_in import StandIn, stand_in
 from mindspeed_tpi.patching import Patch
 
 
-def _patch(name: str, value: Any, extension: str, versions: str) -> Patch:
+def _patch(name: str, value: Any, extension: str) -> Patch:
     return stand_in(
         f"megatron.core.transformer.moe.token_dispatcher:{name}",
         value,
         extension=extension,
         instead="tokens travel by all_to_all of the process group",
-        versions=versions,
     )
 
 
@@ -22,15 +21,9 @@ def set_deepep_num_sms(num_sms: int) -> None:
     """There are no streaming multiprocessors to reserve."""
 
 
+_FLEX = "moe_token_dispatcher_type='flex'"
 PATCHES: tuple[Patch, ...] = (
-    _patch(
-        "fused_dispatch", StandIn("DeepEP", "moe_token_dispatcher_type='flex'"), "DeepEP", "megatron-core>=0.15,<0.17"
-    ),
-    _patch("set_deepep_num_sms", set_deepep_num_sms, "DeepEP", "megatron-core>=0.15,<0.17"),
-    _patch(
-        "hybrid_ep_dispatch",
-        StandIn("HybridEP", "moe_token_dispatcher_type='flex'"),
-        "HybridEP",
-        "megatron-core>=0.16,<0.17",
-    ),
+    _patch("fused_dispatch", StandIn("DeepEP", _FLEX), "DeepEP"),
+    _patch("set_deepep_num_sms", set_deepep_num_sms, "DeepEP"),
+    _patch("hybrid_ep_dispatch", StandIn("HybridEP", _FLEX), "HybridEP"),
 )

@@ -60,7 +60,7 @@ PATCHES: tuple[Patch, ...] = (
         versions=VERSIONS,
         parameters=by_version(
             ("0.16", ("self", "max_seq_len", "offset", "packed_seq", "cp_group")),
-            ("0.12", ("self", "max_seq_len", "offset", "packed_seq")),
+            ("0.13", ("self", "max_seq_len", "offset", "packed_seq")),
         ),
         until=UNTIL,
     ),

@@ -34,7 +34,7 @@ PATCHES: tuple[Patch, ...] = (
         parameters=by_version(
             ("0.16", ("self", "max_seq_len", "offset", "packed_seq", "cp_group")),
             ("0.14", ("self", "max_seq_len", "offset", "packed_seq")),
-            ("0.12", ("self", "max_seq_len", "offset")),
+            ("0.13", ("self", "max_seq_len", "offset")),
         ),
         until=UNTIL,
     ),
