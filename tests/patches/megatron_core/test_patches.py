@@ -190,8 +190,9 @@ def test_residual_add_with_dropout_is_refused(trainer: Build) -> None:
         add((x, None), x, 0.5)
 
 
-def test_parity_spec_gives_the_same_model(trainer: Build) -> None:
-    t = trainer("qwen3")
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-moe", "glm4-moe"])
+def test_parity_spec_gives_the_same_model(trainer: Build, family: str) -> None:
+    t = trainer(family)
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     from mindspeed_tpi import weights
@@ -205,6 +206,7 @@ def test_parity_spec_gives_the_same_model(trainer: Build) -> None:
         rope.max_position,
         position_embedding_type="rope",
         rotary_base=rope.theta,  # type: ignore[arg-type]
+        rotary_percent=rope.rotary_dim / t.profile.head_dim,
     )
     assert model.rotary_pos_emb.rope_config == rope
     weights.load(model, t.request.model)

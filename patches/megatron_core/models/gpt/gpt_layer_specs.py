@@ -15,7 +15,7 @@ from mindspeed_tpi.patching import Patch
 
 
 def get_gpt_layer_parity_spec(config: Any, vp_stage: int | None = None) -> Any:
-    """The local layer spec with the contract's RMSNorm for every norm, the final one included.
+    """The local layer specs, of dense and MoE layers, with the contract's RMSNorm for every norm, the final one included.
 
     The stock local spec gives the same model where Megatron-core falls back to its torch norm; with Transformer Engine
     or apex installed it picks theirs, and this spec is the way to the contract.
@@ -27,18 +27,18 @@ def get_gpt_layer_parity_spec(config: Any, vp_stage: int | None = None) -> Any:
     Returns:
         TransformerBlockSubmodules for GPTModel's `transformer_layer_spec`.
     """
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
-    layer = copy.deepcopy(get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm"))
-    layer.submodules.input_layernorm = RMSNorm
-    layer.submodules.pre_mlp_layernorm = RMSNorm
-    if config.qk_layernorm:
-        attention = layer.submodules.self_attention.submodules
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
     stage = {} if vp_stage is None else {"vp_stage": vp_stage}
-    count = get_num_layers_to_build(config, **stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", **stage)
+    block = copy.deepcopy(block)  # upstream shares specs between layers
+    block.layer_norm = RMSNorm
+    for layer in block.layer_specs:
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+        if config.qk_layernorm:
+            attention = layer.submodules.self_attention.submodules
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return block
 
 
 def get_bias_dropout_add(original: Callable[..., Any]) -> Callable[..., Any]:
