@@ -95,6 +95,7 @@ def test_covered(config):
         ("parallel_config", {"pipeline_parallel_size": 2}, "pipeline_parallel_size 2"),
         ("parallel_config", {"data_parallel_size": 2}, "data_parallel_size 2 of a model without experts"),
         ("parallel_config", {"decode_context_parallel_size": 2}, "decode_context_parallel_size 2"),
+        ("parallel_config", {"prefill_context_parallel_size": 2}, "prefill_context_parallel_size 2"),
         ("parallel_config", {"tensor_parallel_size": 2}, "torch.compile over 2 ranks"),
         ("parallel_config", {"enable_eplb": True}, "expert load balancing"),
         ("aux_output_config", {"enable_return_routed_experts": True}, "enable_return_routed_experts"),
@@ -122,6 +123,12 @@ def test_refused(config, monkeypatch, owner, changes, named):
         _limits.check(config)
     assert named in str(error.value)
     assert "MINDSPEED_TPI=0" in str(error.value)
+
+
+def test_audit_refuses_a_compiled_model(config, monkeypatch):
+    monkeypatch.setenv("MINDSPEED_TPI", "audit")
+    with pytest.raises(ParityError, match="torch.compile in mode audit.*set enforce_eager, or MINDSPEED_TPI=strict"):
+        _limits.check(config)
 
 
 @pytest.mark.parametrize(
