@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -32,6 +33,7 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+_attempts = itertools.count()
 _layout: Layout | None = None
 _world: Any = (
     None  # the default process group the layout's groups were made in; an engine that ends in this process destroys it
@@ -104,12 +106,11 @@ def _join(ranks: int) -> None:
     store = dist.TCPStore(  # type: ignore[attr-defined]
         address, port, ranks, rank == 0 and not hosted, TIMEOUT, wait_for_workers=False, multi_tenant=True
     )
-    shared = dist.PrefixStore("mindspeed_tpi", store)  # type: ignore[attr-defined]
-    shared.set(f"world size/{rank}", str(ranks))
+    # A job that goes on after a refusal must not read what a slower rank said the time before.
+    shared = dist.PrefixStore(f"mindspeed_tpi/{next(_attempts)}/world size", store)  # type: ignore[attr-defined]
+    shared.set(str(rank), str(ranks))
     for other in range(ranks):
-        check_agreement(
-            {rank: {"world size": str(ranks)}, other: {"world size": shared.get(f"world size/{other}").decode()}}
-        )
+        check_agreement({rank: {"world size": str(ranks)}, other: {"world size": shared.get(str(other)).decode()}})
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
 
 
