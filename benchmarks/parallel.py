@@ -304,7 +304,9 @@ def main() -> None:
     print("\n".join(lines))
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "parallel.md").write_text("\n".join([f"Host: {host()}, 2 cores.", "", *lines, ""]))
+        (options.out / "parallel.md").write_text(
+            "\n".join([f"Host: {host()}, 2 cores, {rounds} round{'s' * (rounds > 1)}.", "", *lines, ""])
+        )
         plot(layers, spread, reduced, options.out / "parallel.png")
 
 
