@@ -16,7 +16,7 @@ from pathlib import Path
 from tests.models import write_model
 
 DENSE = "tp=2,sp=1 pp=2,vpp=2 cp=2 cp=2,cp_type=a2a tp=2,sp=1,cp=2 tp=2,sp=1,dp=2 x tp=1 tp=2"
-MOE = "tp=2,sp=1,etp=2 dp=2,ep=2 cp=2,ep=2 pp=2,vpp=2 tp=4,sp=1,ep=4 tp=2,sp=1,dp=2,ep=4 x tp=1 tp=2,ep=2"
+MOE = "tp=2,sp=1,etp=2 dp=2,ep=2 cp=2,ep=2 pp=2,vpp=2 tp=2,sp=1,pp=2,ep=2 tp=2,sp=1,dp=2,ep=4 x tp=1 tp=2,ep=2"
 MODELS = {"llama": DENSE, "mistral": DENSE, "mixtral": MOE, "qwen2-moe": MOE, "glm4-moe": MOE}
 OPTIONS = ["--num-prompts", "6", "--prompt-len", "1:130", "--max-new-tokens", "8", "--max-num-batched-tokens", "64"]
 
