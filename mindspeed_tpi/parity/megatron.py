@@ -209,15 +209,14 @@ def build_model(
     numbers = dict(rope.parameters)
     if stock:
         _check_stock_rope(rope)
-    stage = {} if vp_stage is None else {"vp_stage": vp_stage}
     padded = layout.tp > 1 and not stock
     model = GPTModel(
         config,
-        get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", **stage),
+        get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage),
         vocab_size=contract.current().padded_vocab(profile.vocab) if padded else profile.vocab,
         max_sequence_length=rope.max_position,
-        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **stage),
-        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **stage),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         share_embeddings_and_output_weights=profile.tied,
         position_embedding_type="yarn" if rope.scaling == "yarn" else "rope",
         rotary_percent=rope.rotary_dim / profile.head_dim,
@@ -225,7 +224,7 @@ def build_model(
         rope_scaling=rope.scaling == "llama3",
         rope_scaling_factor=numbers.get("factor", 1.0),
         seq_len_interpolation_factor=numbers["factor"] if rope.scaling == "linear" else None,
-        **stage,
+        vp_stage=vp_stage,
     )
     if not stock:
         # the checkpoint's own constants, also where Megatron-core has no field; and positions for a row's padding
@@ -290,8 +289,6 @@ def transformer_config(profile: Profile, layout: Layout) -> Any:
         calculate_per_token_loss=layout.pp > 1,  # the schedule then leaves the loss as it is
         **({} if profile.moe is None else _moe_fields(profile, profile.moe)),
     )
-    if profile.rope.scaling == "yarn" and (found := mismatch("megatron-core>=0.16")):
-        raise ParityError(f"yarn rotary scaling {found}: earlier constructors take no mscale of None; install 0.16")
     unknown = {name: value for name, value in fields.items() if name not in TransformerConfig.__dataclass_fields__}
     if needed := [f"{name}={value}" for name, value in unknown.items() if value]:
         raise ParityError(
@@ -300,6 +297,8 @@ def transformer_config(profile: Profile, layout: Layout) -> Any:
     config: Any = TransformerConfig(**{name: value for name, value in fields.items() if name not in unknown})
     config.unpadded_vocab_size = profile.vocab
     if profile.rope.scaling == "yarn":
+        if found := mismatch("megatron-core>=0.16"):
+            raise ParityError(f"yarn rotary scaling {found}: earlier constructors take no mscale of None; install 0.16")
         numbers = dict(profile.rope.parameters)
         config.yarn_rotary_scaling_factor = numbers["factor"]
         config.yarn_original_max_position_embeddings = numbers["original_max_position_embeddings"]

@@ -25,6 +25,7 @@ class Patch:
             applied after they were made.
         applies: None, or a function that says why the patch is not wanted here (None: it is). Shims for a missing
             accelerator use it.
+        optional: some versions in range do not have the target; there the patch is not needed.
         anytime: the patch loses nothing when it comes after its module was imported (shims of torch itself).
     """
 
@@ -37,6 +38,7 @@ class Patch:
     kind: Literal["replace", "wrap", "add"] = "replace"
     aliases: tuple[str, ...] = ()
     applies: Callable[[], str | None] | None = None
+    optional: bool = False
     anytime: bool = False
 
     @property

@@ -103,6 +103,8 @@ class Registry:
 
     def _wanted(self, patch: Patch) -> bool:
         why = patch.applies() if patch.applies else None
+        if not why and patch.optional and patch.module in sys.modules and resolve.absent(patch.target):
+            why = "the installed upstream does not have it"
         if why:
             self._status[patch.target] = Status(patch, "not needed", why)
         return not why

@@ -37,6 +37,11 @@ def stored(owner: Any, name: str) -> Any:
     return vars(owner).get(name, MISSING)
 
 
+def absent(target: str) -> bool:
+    """Whether the holder, which must be imported, lacks the target's last name."""
+    return stored(*holder(target)) is MISSING
+
+
 def check(patch: Patch, original: Any) -> None:
     """Refuse a target that is missing, of another version, or of another signature than the patch was written for.
 

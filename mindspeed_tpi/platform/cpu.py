@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from mindspeed_tpi.patching import Patch, Registry, Status
+from mindspeed_tpi.versions import MEGATRON_CORE
 
 UNTIL = "Megatron-core asks torch.accelerator for its device"
-MEGATRON = "megatron-core>=0.13,<0.17"
 
 
 def accelerator() -> str | None:
@@ -101,13 +101,6 @@ def _te_general_gemm_defined() -> str | None:
     return accelerator()
 
 
-def _without_sliding_window() -> str | None:
-    module = sys.modules.get("megatron.core.fusions.fused_softmax")
-    if module is not None and not hasattr(module, "get_sliding_window_causal_mask"):
-        return "this Megatron-core has no sliding window"
-    return accelerator()
-
-
 def _torch(name: str, value: Any, kind: Any = "replace") -> Patch:
     return Patch(
         target=f"torch:{name}" if name.startswith("Tensor.") else f"torch.cuda:{name}",
@@ -122,17 +115,16 @@ def _torch(name: str, value: Any, kind: Any = "replace") -> Patch:
     )
 
 
-def _megatron(
-    target: str, value: Any, parameters: tuple[str, ...] | None, applies: Callable[[], str | None] = accelerator
-) -> Patch:
+def _megatron(target: str, value: Any, parameters: tuple[str, ...], optional: bool = False) -> Patch:
     return Patch(
         target=f"megatron.core.{target}",
         factory=lambda original: value,
         reason="asks for a CUDA device by name",
-        versions=MEGATRON,
+        versions=MEGATRON_CORE,
         parameters=parameters,
         until=UNTIL,
-        applies=applies,
+        applies=accelerator,
+        optional=optional,
     )
 
 
@@ -172,13 +164,13 @@ PATCHES: tuple[Patch, ...] = (
         "fusions.fused_softmax:get_sliding_window_causal_mask",
         get_sliding_window_causal_mask,
         ("sq", "skv", "window_size"),
-        applies=_without_sliding_window,
+        optional=True,  # from 0.15 on
     ),
     Patch(
         target="megatron.core.pipeline_parallel.schedules:torch",
         factory=TorchOnCpu,
         reason="counts tokens on a CUDA device by name",
-        versions=MEGATRON,
+        versions=MEGATRON_CORE,
         parameters=None,
         until=UNTIL,
         applies=accelerator,
@@ -187,7 +179,7 @@ PATCHES: tuple[Patch, ...] = (
         target="megatron.core.transformer.moe.moe_utils:te_general_gemm",
         factory=lambda original: None,
         reason="the router reads the name, which only an import of Transformer Engine binds",
-        versions=MEGATRON,
+        versions=MEGATRON_CORE,
         parameters=None,
         until="Megatron-core binds te_general_gemm to None without Transformer Engine",
         kind="add",

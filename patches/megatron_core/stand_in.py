@@ -43,16 +43,13 @@ def stand_in(
     """A patch that puts `value` where upstream's import of an extension failed; not needed where it succeeded.
 
     Args:
-        target: None or False where the import failed; kind "add": missing there. Upstream before the extension lacks it, too.
+        target: None or False where the import failed; kind "add": missing there.
         instead: what computes in the extension's place.
     """
     module, _, name = target.partition(":")
 
-    def unneeded() -> str | None:
-        upstream = sys.modules.get(module)
-        if upstream is not None and kind == "replace" and not hasattr(upstream, name):
-            return f"this Megatron-core does not ask for {extension}"
-        return f"{extension} is installed" if getattr(upstream, name, None) else None
+    def installed() -> str | None:
+        return f"{extension} is installed" if getattr(sys.modules.get(module), name, None) else None
 
     return Patch(
         target=target,
@@ -62,5 +59,6 @@ def stand_in(
         parameters=None,
         until=f"Megatron-core's constructors do without {extension}",
         kind=kind,
-        applies=unneeded,
+        applies=installed,
+        optional=kind == "replace",
     )

@@ -13,12 +13,12 @@ from mindspeed_tpi import contract, envs
 from mindspeed_tpi.errors import LayoutError, ParityError
 from mindspeed_tpi.ops import gradient_groups
 from mindspeed_tpi.parallel import tree
-from mindspeed_tpi.versions import mismatch
+from mindspeed_tpi.versions import MEGATRON_CORE, mismatch
 
 logger = logging.getLogger("mindspeed_tpi")
 _Variant = TypeVar("_Variant")
 
-VERSIONS = "megatron-core>=0.13,<0.17"
+VERSIONS = MEGATRON_CORE
 UNTIL = "Megatron-core offers operators with a stated order of summation for this module"
 
 

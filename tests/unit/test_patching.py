@@ -146,3 +146,15 @@ def test_not_needed_says_why(upstream: str) -> None:
     registry.apply()
     (status,) = registry.status()
     assert (status.state, status.why) == ("not needed", "an accelerator is present")
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_optional_target_may_be_absent(upstream: str, late: bool) -> None:
+    registry = Registry([patch("stub_up.core:newer", optional=True)], strict=True)
+    for step in (registry.apply, lambda: importlib.import_module("stub_up.core"))[:: -1 if late else 1]:
+        step()
+    (status,) = registry.status()
+    assert (status.state, status.why) == ("not needed", "the installed upstream does not have it")
+    registry.revert()
+    with pytest.raises(PatchError, match="imported too late: stub_up.core"):
+        Registry([patch("stub_up.core:double", optional=True)], strict=True).apply()

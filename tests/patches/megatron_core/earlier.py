@@ -14,11 +14,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-LACKS = {
-    "0.15.3": ["yarn", "qwen2-moe", "selective_recompute", "router_replay"],
-    "0.14.0": ["yarn", "qwen2-moe", "selective_recompute", "router_replay", "mistral"],
-    "0.13.1": ["yarn", "qwen2-moe", "selective_recompute", "router_replay", "mistral"],
-}
+SINCE_0_16 = ("yarn", "qwen2-moe", "selective_recompute", "router_replay")
+SINCE_0_15 = ("mistral",)
+LACKS = {"0.15.3": SINCE_0_16, "0.14.0": SINCE_0_16 + SINCE_0_15, "0.13.1": SINCE_0_16 + SINCE_0_15}
 FILES = ("test_model", "test_patches", "test_moe", "test_packed")
 HERE = Path(__file__).resolve().parent
 

@@ -29,8 +29,7 @@ def get_gpt_layer_parity_spec(config: Any, vp_stage: int | None = None) -> Any:
     """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
-    stage = {} if vp_stage is None else {"vp_stage": vp_stage}
-    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", **stage)
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
     block = copy.deepcopy(block)  # upstream shares specs between layers
     block.layer_norm = RMSNorm
     for layer in block.layer_specs:

@@ -77,7 +77,7 @@ def forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _layer(self: Any, hidden: Tensor, parameters: tuple[list[Tensor], list[Tensor], bool]) -> Tensor:
-    config, router = self.config, self.router
+    config, router, etp_group = self.config, self.router, expert_tensor_parallel_group()
     length, batch, width = hidden.shape
     to_experts, to_router, to_shared, to_gate = moe.fork(hidden, 4)
     logits = replicated_linear(
@@ -99,7 +99,7 @@ def _layer(self: Any, hidden: Tensor, parameters: tuple[list[Tensor], list[Tenso
         keys,
         config.num_moe_experts,
         self.ep_group,
-        expert_tensor_parallel_group(),
+        etp_group,
         "allgather" if config.moe_token_dispatcher_type == "allgather" else "alltoall",
     )
     fc1, fc2, grouped = parameters
@@ -109,7 +109,7 @@ def _layer(self: Any, hidden: Tensor, parameters: tuple[list[Tensor], list[Tenso
         dispatch,
         fc1,
         fc2,
-        etp_group=expert_tensor_parallel_group(),
+        etp_group=etp_group,
         rows=rows,
         grouped=grouped,
     ).view(length, batch, width)
