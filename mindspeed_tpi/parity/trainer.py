@@ -366,7 +366,7 @@ class Trainer:
             if not chunk.post_process:
                 return output  # type: ignore[no-any-return]
             logits = (output.float() / temperature).transpose(0, 1).contiguous()
-            return tensor_parallel.vocab_parallel_cross_entropy(logits, labels.t()).t()  # type: ignore[no-any-return]
+            return tensor_parallel.vocab_parallel_cross_entropy(logits, labels.t().contiguous()).t()  # type: ignore[no-any-return]
         from mindspeed_tpi.patches.megatron_core.tensor_parallel import cross_entropy
 
         with nullcontext() if temperature == 1 else cross_entropy.temperature(torch.tensor([temperature])):

@@ -293,7 +293,8 @@ def test_the_process(trainer: Build, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert main([str(tmp_path / "none.json"), str(asked), str(out)]) == 2
 
 
-def test_the_stock_process(trainer: Build, tmp_path: Path) -> None:
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_stock_process(trainer: Build, tmp_path: Path, temperature: float) -> None:
     """`MINDSPEED_TPI=0`: Megatron-core's own numerics through the same driver, near ours and not equal."""
     import json
     from dataclasses import replace
@@ -301,10 +302,10 @@ def test_the_stock_process(trainer: Build, tmp_path: Path) -> None:
     from safetensors import safe_open
 
     t = trainer("llama")
-    rollout = rollout_for(t)
+    rollout = rollout_for(t, temperature=temperature)
     request, asked, out = (str(tmp_path / name) for name in ("q.json", "r.safetensors", "o.safetensors"))
     Path(request).write_text(replace(t.request, stock=True).to_json())
-    record([s.tolist() for s in rollout.sequences], None).save(asked)
+    record([s.tolist() for s in rollout.sequences], None, temperature=temperature).save(asked)
     command = [sys.executable, "-m", "mindspeed_tpi.parity.trainer", request, asked, out]
     env = {**os.environ, "MINDSPEED_TPI": "0", "PYTHONPATH": str(ROOT)}
     result = subprocess.run(command, env=env, capture_output=True, text=True)
