@@ -213,26 +213,28 @@ TPI_INLINE inline void tile_of(int rows, Args... args) {
 }
 
 // ---- packing ----
-// Columns that one register transpose covers: bf16 moves as pairs.
+// Columns that one transposing load covers.
 template <class T>
 constexpr int kColumns = W;
 template <>
-constexpr int kColumns<bf16> = 2 * W;
+constexpr int kColumns<float> = 4;
+template <>
+constexpr int kColumns<bf16> = 8;
 
 // out[c] = src[0 … W-1][c].
-template <class T>
-TPI_INLINE inline void load_transposed(const T* src, i64 ld, vf (&out)[kColumns<T>]) {
+TPI_INLINE inline void load_transposed(const f16* src, i64 ld, vf (&out)[W]) {
 #pragma GCC unroll 16
   for (int i = 0; i < W; ++i) out[i] = load_as(src + i * ld);
   transpose(out);
 }
-TPI_INLINE inline void load_transposed(const bf16* src, i64 ld, vf (&out)[2 * W]) {
-  vf r[W];
-#pragma GCC unroll 16
-  for (int i = 0; i < W; ++i) r[i] = load_pairs(src + i * ld);
-  transpose(r);
-#pragma GCC unroll 16
-  for (int i = 0; i < W; ++i) {
+TPI_INLINE inline void load_transposed(const float* src, i64 ld, vf (&out)[4]) {
+  load_quad(src, ld * i64(sizeof(float)), out);
+}
+TPI_INLINE inline void load_transposed(const bf16* src, i64 ld, vf (&out)[8]) {
+  vf r[4];
+  load_quad(src, ld * i64(sizeof(bf16)), r);
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
     out[2 * i] = even(r[i]);
     out[2 * i + 1] = odd(r[i]);
   }
@@ -249,21 +251,32 @@ __attribute__((noinline)) void load_transposed_part(const T* src, i64 ld, i64 ro
 // dst[c][r] = src[r][c]; rows are padded with +0 to a multiple of W.
 template <class T>
 void pack_transposed(const T* src, i64 ld, i64 rows, i64 columns, float* dst, i64 dst_ld) {
-  constexpr int C = kColumns<T>;
-  for (i64 r = 0; r < rows; r += W)
-    for (i64 c = 0; c < columns; c += C) {
-      const T* s = src + r * ld + c;
-      float* d = dst + c * dst_ld + r;
-      vf t[C];
-      if (rows - r >= W && columns - c >= C) {
-        load_transposed(s, ld, t);
-#pragma GCC unroll 32
-        for (int i = 0; i < C; ++i) store(d + i * dst_ld, t[i]);
-      } else {
-        load_transposed_part(s, ld, rows - r, min_of(columns - c, C), t);
-        for (int i = 0; i < min_of(columns - c, C); ++i) store(d + i * dst_ld, t[i]);
+  constexpr int C = kColumns<T>, kEdge = 64;
+  for (i64 r = 0; r < rows; r += W) {
+    const T* s = src + r * ld;
+    float* d = dst + r;
+    if (rows - r < W) {  // the last rows: a copy of them, padded
+      T copy[W][kEdge] = {};
+      for (i64 c = 0; c < columns; c += kEdge) {
+        const i64 count = min_of(columns - c, kEdge);
+        for (i64 i = 0; i < rows - r; ++i) std::memcpy(copy[i], s + i * ld + c, size_t(count) * sizeof(T));
+        pack_transposed(copy[0], kEdge, W, count, d + c * dst_ld, dst_ld);
       }
+      return;
     }
+    i64 c = 0;
+    for (; c + C <= columns; c += C) {
+      vf t[C];
+      load_transposed(s + c, ld, t);
+#pragma GCC unroll 32
+      for (int i = 0; i < C; ++i) store(d + (c + i) * dst_ld, t[i]);
+    }
+    if (c < columns) {
+      vf t[C];
+      load_transposed_part(s + c, ld, W, columns - c, t);
+      for (int i = 0; i < columns - c; ++i) store(d + (c + i) * dst_ld, t[i]);
+    }
+  }
 }
 // dst[r][c] = src[r][c]; columns are padded with +0 to a multiple of W.
 template <class T>

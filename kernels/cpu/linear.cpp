@@ -5,7 +5,13 @@ namespace tpi {
 namespace TPI_NS {
 namespace gemm {
 
-constexpr int kFewRows = 4;  // up to here the weight is streamed once, transposed in registers
+// Up to how many tokens the lanes are features and the weight is streamed; beyond it lanes are tokens. A 16-bit weight must be
+// widened anyway, which a panel does once for all tokens.
+constexpr i64 kInRegisters = 4;
+template <class T>
+constexpr i64 kFewTokens = 32;
+template <>
+constexpr i64 kFewTokens<float> = kInRegisters;
 
 // Results for the caller: [lanes = tokens] x [rows = output features], transposed on the way out.
 template <class TO, class T>
@@ -51,10 +57,30 @@ struct AddTo {
   }
 };
 
-// M tokens (x widened to f32, [M][K]) against features [n, n + rows), rows <= G * W: y[m][G * W].
+// Fetches the weight's next rows in the order they lie in memory while the current ones are read a cache line of each at a
+// time: with that many short streams the hardware's prefetcher starts too late. Rows too long for the L2 cache go without.
+class Ahead {
+ public:
+  template <class T>
+  Ahead(const T* w, i64 ldw, i64 columns, i64 rows)
+      : next_(reinterpret_cast<const char*>(w + rows * ldw)),
+        on_(rows && ldw == columns && rows * columns * i64(sizeof(T)) <= kAheadBytes) {}
+  TPI_INLINE void fetch(i64 lines) {
+    if (!on_) return;
+    for (i64 i = 0; i < lines; ++i, next_ += 64) __builtin_prefetch(next_);
+  }
+
+ private:
+  static constexpr i64 kAheadBytes = 96 * 1024;
+  const char* next_;
+  bool on_;
+};
+
+// M tokens (x widened to f32, [M][K]) against features [n, n + rows), rows <= G * W: y[m][G * W]. The weight is read once,
+// transposed in registers.
 template <class T, int M, int G>
-void few_tokens(const Reduction& red, const float* x, const T* w, i64 ldw, i64 rows, float* y) {
-  constexpr int C = kColumns<T>, S = C < 16 ? 16 / C : 1;  // an f32 weight moves by cache lines
+void in_registers(const Reduction& red, const float* x, const T* w, i64 ldw, i64 rows, float* y) {
+  constexpr int C = kColumns<T>, S = 64 / (C * int(sizeof(T)));  // the weight moves by cache lines
   float stack[64][M * G * W];
   auto level = [&](int l) { return stack[l]; };
   vf acc[M][G];
@@ -73,8 +99,7 @@ void few_tokens(const Reduction& red, const float* x, const T* w, i64 ldw, i64 r
         for (int m = 0; m < M; ++m) acc[m][v] = fma(set1(x[m * red.n + k + j]), t[j], acc[m][v]);
   };
   const bool full = rows == G * W;
-  // Rows so short that the hardware's prefetcher starts late on each: the next group's are fetched ahead.
-  const bool short_rows = red.n * i64(sizeof(T)) <= 2048;
+  Ahead ahead(w, ldw, red.n, full ? G * W : 0);
   i64 g = 0, k = 0;
   for (;; ++g) {
     const i64 end = min_of((g + 1) * red.leaf, red.n);
@@ -83,9 +108,7 @@ void few_tokens(const Reduction& red, const float* x, const T* w, i64 ldw, i64 r
       for (; k + S * C <= end; k += S * C)
 #pragma GCC unroll 2
         for (int v = 0; v < G; ++v) {
-          if (short_rows && k * i64(sizeof(T)) % 64 == 0)
-#pragma GCC unroll 16
-            for (int i = 0; i < W; ++i) __builtin_prefetch(w + ((G + v) * W + i) * ldw + k);
+          ahead.fetch(W);
 #pragma GCC unroll 4
           for (int s = 0; s < S; ++s) columns(v, k + s * C, C, true);
         }
@@ -101,20 +124,55 @@ void few_tokens(const Reduction& red, const float* x, const T* w, i64 ldw, i64 r
   tile_store(y, acc);
 }
 template <int M, class T, class Out>
-void few_tokens(i64 tokens, const Reduction& red, const float* x, const T* w, i64 ldw, i64 m0, i64 n0, i64 n1,
+void in_registers(i64 tokens, const Reduction& red, const float* x, const T* w, i64 ldw, i64 m0, i64 n0, i64 n1,
                 const Out& out) {
   if constexpr (M > 1) {
-    if (tokens < M) return few_tokens<M - 1>(tokens, red, x, w, ldw, m0, n0, n1, out);
+    if (tokens < M) return in_registers<M - 1>(tokens, red, x, w, ldw, m0, n0, n1, out);
   }
   constexpr int G = 2;
   for (i64 n = n0; n < n1;) {
     float y[M * G * W];
     const bool wide = n1 - n >= G * W;
     const i64 width = wide ? G * W : W, rows = min_of(n1 - n, width);
-    (wide ? few_tokens<T, M, G> : few_tokens<T, M, 1>)(red, x, w + n * ldw, ldw, rows, y);
+    (wide ? in_registers<T, M, G> : in_registers<T, M, 1>)(red, x, w + n * ldw, ldw, rows, y);
     for (int m = 0; m < M; ++m)
       for_columns(0, rows, [&](i64 i, int lanes) { out.put(m0 + m, n + i, load(y + m * width + i), lanes); });
     n += rows;
+  }
+}
+
+// The same for more tokens: kPanelBytes of every row of the weight are transposed to a panel in the L1 cache, for all tokens.
+// `x` is followed by room for panel_floats().
+constexpr i64 kPanelBytes = 256, kPanelWidth = 2 * W, kPanelTokens = kTileRows[2];
+inline i64 panel_floats(const Reduction& red, i64 tokens, i64 columns) {
+  return columns * kPanelWidth + div_up(tokens, kPanelTokens) * (red.levels + 1) * kPanelTokens * kPanelWidth;
+}
+template <class T, class Out>
+void over_panels(i64 tokens, Reduction red, const float* x, float* panel, const T* w, i64 ldw, i64 m0, i64 n0, i64 n1,
+                 const Out& out) {
+  constexpr i64 kPanel = kPanelBytes / sizeof(T), kSize = kPanelTokens * kPanelWidth;
+  red.inner = 0;  // a panel ends where its leaf ends, or before
+  const i64 groups = div_up(tokens, kPanelTokens), group_size = (red.levels + 1) * kSize;
+  float* sums = panel + kPanel * kPanelWidth;
+  auto first = [&](i64 g) { return tokens * g / groups; };
+  for (i64 n = n0; n < n1; n += kPanelWidth) {
+    const i64 rows = min_of(n1 - n, kPanelWidth);
+    Ahead ahead(w + n * ldw, ldw, red.n, rows);
+    i64 k0 = 0;
+    do {
+      const i64 k1 = min_of(min_of(k0 + kPanel, (k0 / red.leaf + 1) * red.leaf), red.n);
+      ahead.fetch(rows * (k1 - k0) * i64(sizeof(T)) / 64);
+      pack_transposed(w + n * ldw + k0, ldw, rows, k1 - k0, panel, kPanelWidth);
+      for (i64 g = 0; g < groups; ++g)
+        tile_of<kPanelTokens, 2>(int(first(g + 1) - first(g)), red, k0, k1, x + first(g) * red.n + k0, red.n, panel,
+                                 sums + g * group_size, kSize);
+      k0 = k1;
+    } while (k0 < red.n);
+    for (i64 g = 0; g < groups; ++g)
+      for (i64 m = first(g); m < first(g + 1); ++m) {
+        const float* y = sums + g * group_size + red.levels * kSize + (m - first(g)) * kPanelWidth;
+        for_columns(0, rows, [&](i64 i, int lanes) { out.put(m0 + m, n + i, load(y + i), lanes); });
+      }
   }
 }
 
@@ -123,12 +181,16 @@ template <class T, class Out>
 bool linear_part(const Reduction& red, const T* x, i64 ldx, const T* w, i64 ldw, i64 m0, i64 m1, i64 n0, i64 n1,
                  const Out& out) {
   const i64 tokens = m1 - m0;
-  if (tokens > kFewRows || red.half)
+  if (tokens > kFewTokens<T> || red.half)
     return reduce_block<T>(red, {w, ldw, true}, n0, n1, {x, ldx, true}, m0, m1, out);
-  float* wide = scratch(tokens * red.n + W);
+  const i64 x_size = round_up(tokens * red.n + W, 16);
+  float* wide = scratch(x_size + (tokens > kInRegisters ? panel_floats(red, tokens, kPanelBytes / sizeof(T)) : 0));
   if (!wide) return false;
   pack_copied(x + m0 * ldx, ldx, tokens, red.n, wide, red.n);
-  few_tokens<kFewRows>(tokens, red, wide, w, ldw, m0, n0, n1, out);
+  if (tokens > kInRegisters)
+    over_panels(tokens, red, wide, wide + x_size, w, ldw, m0, n0, n1, out);
+  else
+    in_registers<kInRegisters>(tokens, red, wide, w, ldw, m0, n0, n1, out);
   return true;
 }
 

@@ -11,7 +11,7 @@ using namespace gemm;
 // out[p] = tree over leaves of chain over f of g[p][f] * a[p][f], for `rows` <= W rows: lanes are rows.
 template <class T>
 void row_products(const Reduction& red, const float* g, i64 ldg, const T* a, i64 lda, i64 rows, float* out) {
-  constexpr int C = kColumns<T>;
+  constexpr int C = kColumns<T>, G = kColumns<float>;
   float stack[64][W];
   auto level = [&](int l) { return stack[l]; };
   vf acc[1][1];
@@ -20,20 +20,20 @@ void row_products(const Reduction& red, const float* g, i64 ldg, const T* a, i64
     const i64 end = min_of((leaf + 1) * red.leaf, red.n);
     tile_clear(acc);
     for (; f < end; f += C) {
-      vf at[C], gt[C / W][W];
+      vf at[C], gt[C / G][G];
       const bool inside = rows == W && f + C <= red.n;
       if (inside)
         load_transposed(a + f, lda, at);
       else
         load_transposed_part(a + f, lda, rows, min_of(red.n - f, C), at);
-      for (int i = 0; i < C / W; ++i) {
-        const i64 first = f + i * W;
+      for (int i = 0; i < C / G; ++i) {
+        const i64 first = f + i * G;
         if (inside)
           load_transposed(g + first, ldg, gt[i]);
         else
-          load_transposed_part(g + first, ldg, rows, max_of(min_of(red.n - first, W), 0), gt[i]);
+          load_transposed_part(g + first, ldg, rows, max_of(min_of(red.n - first, G), 0), gt[i]);
       }
-      for (int j = 0; j < min_of(end - f, C); ++j) acc[0][0] = fma(gt[j / W][j % W], at[j], acc[0][0]);
+      for (int j = 0; j < min_of(end - f, C); ++j) acc[0][0] = fma(gt[j / G][j % G], at[j], acc[0][0]);
     }
     f = end;
     if (end == red.n) break;

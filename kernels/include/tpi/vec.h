@@ -475,27 +475,74 @@ inline void store_n(float* p, vf a, int n) {
 }
 #endif
 
-// ---- bf16 in pairs: lane i holds elements 2i and 2i + 1, so that a transpose moves two elements per lane ----
+// ---- transposing loads ----
+// out[j] lane i = the j-th dword of row i; a row is 4 dwords at p + i * row_bytes. Reading 16 bytes of W rows at a time
+// leaves only the transpose inside 16-byte groups, which costs half the shuffles of a W x W transpose.
 #if defined(TPI_ISA_AVX512)
-inline vf load_pairs(const bf16* p) { return {_mm512_castsi512_ps(_mm512_loadu_si512(p))}; }
+inline void load_quad(const void* p, i64 row_bytes, vf out[4]) {
+  __m512 r[4], t[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const char* row = static_cast<const char*>(p) + i * row_bytes;
+    r[i] = _mm512_castps128_ps512(_mm_loadu_ps((const float*)row));
+    r[i] = _mm512_insertf32x4(r[i], _mm_loadu_ps((const float*)(row + 4 * row_bytes)), 1);
+    r[i] = _mm512_insertf32x4(r[i], _mm_loadu_ps((const float*)(row + 8 * row_bytes)), 2);
+    r[i] = _mm512_insertf32x4(r[i], _mm_loadu_ps((const float*)(row + 12 * row_bytes)), 3);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 4; i += 2) {
+    t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+    out[2 * i].v = _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(t[i]), _mm512_castps_pd(t[i + 2])));
+    out[2 * i + 1].v = _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(t[i]), _mm512_castps_pd(t[i + 2])));
+  }
+}
+#elif defined(TPI_ISA_AVX2)
+inline void load_quad(const void* p, i64 row_bytes, vf out[4]) {
+  __m256 r[4], t[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const char* row = static_cast<const char*>(p) + i * row_bytes;
+    r[i] = _mm256_castps128_ps256(_mm_loadu_ps((const float*)row));
+    r[i] = _mm256_insertf128_ps(r[i], _mm_loadu_ps((const float*)(row + 4 * row_bytes)), 1);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 4; i += 2) {
+    t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+    t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+    out[2 * i].v = _mm256_castpd_ps(_mm256_unpacklo_pd(_mm256_castps_pd(t[i]), _mm256_castps_pd(t[i + 2])));
+    out[2 * i + 1].v = _mm256_castpd_ps(_mm256_unpackhi_pd(_mm256_castps_pd(t[i]), _mm256_castps_pd(t[i + 2])));
+  }
+}
+#else
+inline void load_quad(const void* p, i64 row_bytes, vf out[4]) {
+  for (int i = 0; i < 4; ++i) std::memcpy(&out[i].v, static_cast<const char*>(p) + i * row_bytes, 16);
+  transpose(out);
+}
+#endif
+// The elements of a dword that holds two bf16, widened.
+#if defined(TPI_ISA_AVX512)
 inline vf even(vf a) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(a.v), 16))}; }
 inline vf odd(vf a) {
   return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(a.v), _mm512_set1_epi32(int(0xFFFF0000u))))};
 }
 #elif defined(TPI_ISA_AVX2)
-inline vf load_pairs(const bf16* p) { return {_mm256_castsi256_ps(_mm256_loadu_si256((const __m256i*)p))}; }
 inline vf even(vf a) { return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(a.v), 16))}; }
 inline vf odd(vf a) {
   return {_mm256_castsi256_ps(_mm256_and_si256(_mm256_castps_si256(a.v), _mm256_set1_epi32(int(0xFFFF0000u))))};
 }
 #elif defined(TPI_ISA_NEON)
-inline vf load_pairs(const bf16* p) { return {vreinterpretq_f32_u16(vld1q_u16((const uint16_t*)p))}; }
 inline vf even(vf a) { return {vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_f32(a.v), 16))}; }
 inline vf odd(vf a) {
   return {vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(a.v), vdupq_n_u32(0xFFFF0000u)))};
 }
 #else
-inline vf load_pairs(const bf16* p) { return load((const float*)p); }
 inline vf even(vf a) { return {(f4)((i4)a.v << 16)}; }
 inline vf odd(vf a) { return {(f4)(((i4)a.v >> 16) << 16)}; }
 #endif
