@@ -5,8 +5,8 @@ namespace tpi {
 namespace TPI_NS {
 namespace gemm {
 
-// Up to how many tokens the lanes are features and the weight is streamed; beyond it lanes are tokens. A 16-bit weight must be
-// widened anyway, which a panel does once for all tokens.
+// Up to how many tokens the lanes are features and the weight is streamed; beyond it lanes are tokens. A 16-bit weight
+// must be widened anyway, which a panel does once for all tokens.
 constexpr i64 kInRegisters = 4;
 template <class T>
 constexpr i64 kFewTokens = 32;
@@ -57,8 +57,9 @@ struct AddTo {
   }
 };
 
-// Fetches the weight's next rows in the order they lie in memory while the current ones are read a cache line of each at a
-// time: with that many short streams the hardware's prefetcher starts too late. Rows too long for the L2 cache go without.
+// Fetches the weight's next rows in the order they lie in memory while the current ones are read a cache line of each
+// at a time: with that many short streams the hardware's prefetcher starts too late. Rows too long for the L2 cache go
+// without.
 class Ahead {
  public:
   template <class T>
@@ -76,8 +77,8 @@ class Ahead {
   bool on_;
 };
 
-// M tokens (x widened to f32, [M][K]) against features [n, n + rows), rows <= G * W: y[m][G * W]. The weight is read once,
-// transposed in registers.
+// M tokens (x widened to f32, [M][K]) against features [n, n + rows), rows <= G * W: y[m][G * W]. The weight is read
+// once, transposed in registers.
 template <class T, int M, int G>
 void in_registers(const Reduction& red, const float* x, const T* w, i64 ldw, i64 rows, float* y) {
   constexpr int C = kColumns<T>, S = 64 / (C * int(sizeof(T)));  // the weight moves by cache lines
@@ -125,7 +126,7 @@ void in_registers(const Reduction& red, const float* x, const T* w, i64 ldw, i64
 }
 template <int M, class T, class Out>
 void in_registers(i64 tokens, const Reduction& red, const float* x, const T* w, i64 ldw, i64 m0, i64 n0, i64 n1,
-                const Out& out) {
+                  const Out& out) {
   if constexpr (M > 1) {
     if (tokens < M) return in_registers<M - 1>(tokens, red, x, w, ldw, m0, n0, n1, out);
   }
@@ -141,36 +142,40 @@ void in_registers(i64 tokens, const Reduction& red, const float* x, const T* w, 
   }
 }
 
-// The same for more tokens: kPanelBytes of every row of the weight are transposed to a panel in the L1 cache, for all tokens.
-// `x` is followed by room for panel_floats().
+// The same for more tokens: kPanelBytes of every row of the weight are transposed to a panel in the L1 cache, for all
+// tokens. `panel` has room for panel_floats(): the panel itself, then the stored levels and results of each group of
+// tokens.
 constexpr i64 kPanelBytes = 256, kPanelWidth = 2 * W, kPanelTokens = kTileRows[2];
-inline i64 panel_floats(const Reduction& red, i64 tokens, i64 columns) {
-  return columns * kPanelWidth + div_up(tokens, kPanelTokens) * (red.levels + 1) * kPanelTokens * kPanelWidth;
+constexpr i64 kPanelTile = kPanelTokens * kPanelWidth;
+template <class T>
+constexpr i64 kPanelColumns = kPanelBytes / sizeof(T);
+template <class T>
+i64 panel_floats(const Reduction& red, i64 tokens) {
+  return kPanelColumns<T> * kPanelWidth + div_up(tokens, kPanelTokens) * (red.levels + 1) * kPanelTile;
 }
 template <class T, class Out>
 void over_panels(i64 tokens, Reduction red, const float* x, float* panel, const T* w, i64 ldw, i64 m0, i64 n0, i64 n1,
                  const Out& out) {
-  constexpr i64 kPanel = kPanelBytes / sizeof(T), kSize = kPanelTokens * kPanelWidth;
   red.inner = 0;  // a panel ends where its leaf ends, or before
-  const i64 groups = div_up(tokens, kPanelTokens), group_size = (red.levels + 1) * kSize;
-  float* sums = panel + kPanel * kPanelWidth;
+  const i64 groups = div_up(tokens, kPanelTokens), group_size = (red.levels + 1) * kPanelTile;
+  float* sums = panel + kPanelColumns<T> * kPanelWidth;
   auto first = [&](i64 g) { return tokens * g / groups; };
   for (i64 n = n0; n < n1; n += kPanelWidth) {
     const i64 rows = min_of(n1 - n, kPanelWidth);
     Ahead ahead(w + n * ldw, ldw, red.n, rows);
     i64 k0 = 0;
     do {
-      const i64 k1 = min_of(min_of(k0 + kPanel, (k0 / red.leaf + 1) * red.leaf), red.n);
+      const i64 k1 = min_of(min_of(k0 + kPanelColumns<T>, (k0 / red.leaf + 1) * red.leaf), red.n);
       ahead.fetch(rows * (k1 - k0) * i64(sizeof(T)) / 64);
       pack_transposed(w + n * ldw + k0, ldw, rows, k1 - k0, panel, kPanelWidth);
       for (i64 g = 0; g < groups; ++g)
         tile_of<kPanelTokens, 2>(int(first(g + 1) - first(g)), red, k0, k1, x + first(g) * red.n + k0, red.n, panel,
-                                 sums + g * group_size, kSize);
+                                 sums + g * group_size, kPanelTile);
       k0 = k1;
     } while (k0 < red.n);
     for (i64 g = 0; g < groups; ++g)
       for (i64 m = first(g); m < first(g + 1); ++m) {
-        const float* y = sums + g * group_size + red.levels * kSize + (m - first(g)) * kPanelWidth;
+        const float* y = sums + g * group_size + red.levels * kPanelTile + (m - first(g)) * kPanelWidth;
         for_columns(0, rows, [&](i64 i, int lanes) { out.put(m0 + m, n + i, load(y + i), lanes); });
       }
   }
@@ -184,7 +189,7 @@ bool linear_part(const Reduction& red, const T* x, i64 ldx, const T* w, i64 ldw,
   if (tokens > kFewTokens<T> || red.half)
     return reduce_block<T>(red, {w, ldw, true}, n0, n1, {x, ldx, true}, m0, m1, out);
   const i64 x_size = round_up(tokens * red.n + W, 16);
-  float* wide = scratch(x_size + (tokens > kInRegisters ? panel_floats(red, tokens, kPanelBytes / sizeof(T)) : 0));
+  float* wide = scratch(x_size + (tokens > kInRegisters ? panel_floats<T>(red, tokens) : 0));
   if (!wide) return false;
   pack_copied(x + m0 * ldx, ldx, tokens, red.n, wide, red.n);
   if (tokens > kInRegisters)
@@ -282,7 +287,7 @@ TPI_EXPORT(linear)(int dtype, int out_dtype, const void* x, i64 ldx, const void*
 TPI_EXPORT(grouped_linear)(int dtype, int out_dtype, const void* x, i64 ldx, const void* w, i64 expert_stride, i64 ldw,
                            void* y, i64 ldy, const i64* offsets, i64 experts, i64 N, i64 K, i64 leaf, i64 leaves) {
   return gemm::linear(dtype, out_dtype, x, ldx, w, expert_stride, ldw, nullptr, y, ldy, offsets, experts, N, K, leaf,
-                        leaves, false);
+                      leaves, false);
 }
 
 TPI_EXPORT(linear_dx)(int dtype, int out_dtype, const void* dy, i64 lddy, const void* w, i64 ldw, void* dx, i64 lddx,
