@@ -187,7 +187,7 @@ def _2d(x: Tensor) -> Tensor:
     """[rows, n] with a dense last dimension: a view when the strides allow it."""
     if x.dim() != 2:
         x = x.reshape(-1, x.shape[-1])
-    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+    return x if x.stride()[1] == 1 or x.shape[1] == 1 else x.contiguous()
 
 
 def _3d(x: Tensor) -> Tensor:
@@ -261,7 +261,7 @@ def _times_transposed(
     rows, w = _2d(x), _2d(weight)
     bias = None if bias is None else bias.contiguous()
     out_dtype = out_dtype or x.dtype
-    y = torch.empty((*x.shape[:-1], n), dtype=out_dtype)
+    y = torch.empty(*x.shape[:-1], n, dtype=out_dtype)
     status = _lib.tpi_linear(
         code,
         _out_code("linear", out_dtype),
@@ -291,7 +291,7 @@ def _times(
     n, k = weight.shape
     rows, w = _2d(dy), _2d(weight)
     out_dtype = out_dtype or dy.dtype
-    dx = torch.empty((*dy.shape[:-1], k), dtype=out_dtype)
+    dx = torch.empty(*dy.shape[:-1], k, dtype=out_dtype)
     out = _out_code("linear_dx", out_dtype)
     status = _lib.tpi_linear_dx(
         code,
@@ -612,7 +612,7 @@ def _check_norm(name: str, x: Tensor, weight: Tensor) -> None:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     code = _code("rms_norm", x, weight)
     _check_norm("rms_norm", x, weight)
-    y, rstd, weight = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape[:-1]), weight.contiguous()
+    y, rstd, weight = torch.empty(*x.shape, dtype=x.dtype), torch.empty(x.shape[:-1]), weight.contiguous()
     x, outer, so, inner, si = _outer_inner(x)
     status = _lib.tpi_rms_norm(
         code, x.data_ptr(), so, si, None, 0, 0, weight.data_ptr(), eps, y.data_ptr(), None,
@@ -628,7 +628,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     _check_norm("add_rms_norm", x, weight)
     if x.shape != residual.shape:
         raise _refuse("add_rms_norm", f"x {tuple(x.shape)}, residual {tuple(residual.shape)}", "equal shapes")
-    y, total = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape, dtype=x.dtype)
+    y, total = torch.empty(*x.shape, dtype=x.dtype), torch.empty(*x.shape, dtype=x.dtype)
     rstd = torch.empty(x.shape[:-1])
     a, r, weight = _2d(x), _2d(residual), weight.contiguous()
     status = _lib.tpi_rms_norm(
@@ -643,7 +643,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, dskip: Tensor | None) -> Tensor:
     code = _code("rms_norm_backward", dy, x, weight)
     _f32("rms_norm_backward", rstd=rstd)
-    dx = torch.empty(x.shape, dtype=x.dtype)
+    dx = torch.empty(*x.shape, dtype=x.dtype)
     g, outer, g_so, inner, g_si = _outer_inner(dy)
     a, a_outer, a_so, a_inner, a_si = _outer_inner(x)
     if (outer, inner) != (a_outer, a_inner):  # one of the two had to be flattened
@@ -687,7 +687,7 @@ def head_terms(dy: Tensor, x: Tensor, rstd: Tensor) -> Tensor:
         )
     g, a, rstd = _3d(dy), _3d(x), rstd.contiguous()
     tokens, heads, dim = a.shape
-    terms = torch.empty((tokens, dim))
+    terms = torch.empty(tokens, dim)
     status = _lib.tpi_head_terms(
         code, g.data_ptr(), g.stride(0), g.stride(1), a.data_ptr(), a.stride(0), a.stride(1),
         rstd.data_ptr(), terms.data_ptr(), tokens, heads, dim,
@@ -700,7 +700,7 @@ def residual_add(x: Tensor, y: Tensor) -> Tensor:
     code = _code("residual_add", x, y)
     if x.shape != y.shape:
         raise _refuse("residual_add", f"x {tuple(x.shape)}, y {tuple(y.shape)}", "equal shapes")
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = torch.empty(*x.shape, dtype=x.dtype)
     a, b = _2d(x), _2d(y)
     status = _lib.tpi_residual_add(
         code, a.data_ptr(), a.stride(0), b.data_ptr(), b.stride(0), out.data_ptr(), a.shape[0], a.shape[1]
@@ -722,7 +722,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool) 
             "equal tables [P, R/2] with R <= head_dim, and one position a token",
         )
     x, cos, sin, where = _3d(x), cos.contiguous(), sin.contiguous(), _integers(positions, torch.int64)
-    y = torch.empty(x.shape, dtype=x.dtype)
+    y = torch.empty(*x.shape, dtype=x.dtype)
     status = _lib.tpi_rope(
         code, x.data_ptr(), x.stride(0), x.stride(1), y.data_ptr(), y.stride(0), y.stride(1), cos.data_ptr(),
         sin.data_ptr(), cos.shape[1], cos.shape[0], where.data_ptr(), tokens, heads, dim, rotary, int(inverse),
@@ -738,7 +738,7 @@ def swiglu(x: Tensor) -> Tensor:
         raise _refuse("swiglu", f"x {tuple(x.shape)}", "an even last dimension: gate, then up")
     rows = _2d(x)
     half = x.shape[-1] // 2
-    y = torch.empty((*x.shape[:-1], half), dtype=x.dtype)
+    y = torch.empty(*x.shape[:-1], half, dtype=x.dtype)
     status = _lib.tpi_swiglu(code, rows.data_ptr(), rows.stride(0), y.data_ptr(), half, rows.shape[0], half)
     if status:
         _check("swiglu", status)
@@ -751,7 +751,7 @@ def swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
     half = g.shape[1]
     if rows.shape[1] != 2 * half:
         raise _refuse("swiglu_backward", f"dy {tuple(dy.shape)}, x {tuple(x.shape)}", "dy [*, F] and x [*, 2F]")
-    dx = torch.empty(x.shape, dtype=x.dtype)
+    dx = torch.empty(*x.shape, dtype=x.dtype)
     status = _lib.tpi_swiglu_backward(
         code, g.data_ptr(), g.stride(0), rows.data_ptr(), rows.stride(0), dx.data_ptr(), 2 * half, rows.shape[0], half
     )
@@ -762,7 +762,7 @@ def swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
 def embedding(weight: Tensor, ids: Tensor, vocab_start: int, vocab_size: int) -> Tensor:
     code = _code("embedding", weight)
     w, tokens = _2d(weight), _integers(ids, torch.int64)
-    out = torch.empty((*ids.shape, w.shape[1]), dtype=weight.dtype)
+    out = torch.empty(*ids.shape, w.shape[1], dtype=weight.dtype)
     status = _lib.tpi_embedding(
         code, w.data_ptr(), w.stride(0), tokens.data_ptr(), out.data_ptr(), tokens.numel(), w.shape[1], vocab_start,
         w.shape[0], vocab_size,
@@ -910,7 +910,7 @@ def moe_route(
     z = _2d(logits)
     tokens, experts = z.shape
     bias = None if expert_bias is None else expert_bias.contiguous()
-    weights, ids = torch.empty((tokens, topk)), torch.empty((tokens, topk), dtype=torch.int32)
+    weights, ids = torch.empty(tokens, topk), torch.empty(tokens, topk, dtype=torch.int32)
     status = _lib.tpi_moe_route(
         z.data_ptr(), z.stride(0), _pointer(bias), tokens, experts, topk, _SCORES[score], int(renormalize), groups,
         topk_groups, scaling, eps, weights.data_ptr(), ids.data_ptr(),
@@ -947,7 +947,7 @@ def moe_combine(y: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
     tokens, topk = where.shape
     if where.numel() and int(where.max()) >= rows.shape[0]:
         raise _refuse("moe_combine", f"slot {int(where.max())}", f"slots below {rows.shape[0]}")
-    out = torch.empty((tokens, rows.shape[1]), dtype=y.dtype)
+    out = torch.empty(tokens, rows.shape[1], dtype=y.dtype)
     status = _lib.tpi_moe_combine(
         code, rows.data_ptr(), rows.stride(0), where.data_ptr(), weights.data_ptr(), tokens, topk,
         rows.shape[1], out.data_ptr(), rows.shape[1],
