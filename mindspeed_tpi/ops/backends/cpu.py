@@ -2,6 +2,8 @@
 
 Each function checks what the kernel cannot (devices, dtypes, shapes), passes pointers and strides, and allocates the
 result. Weights are read in place in their row-major form.
+
+`torch.empty` gets sizes as separate arguments: it parses a tuple several times slower. Only a shape that may be () is a tuple.
 """
 
 from __future__ import annotations
@@ -187,7 +189,7 @@ def _2d(x: Tensor) -> Tensor:
     """[rows, n] with a dense last dimension: a view when the strides allow it."""
     if x.dim() != 2:
         x = x.reshape(-1, x.shape[-1])
-    return x if x.stride()[1] == 1 or x.shape[1] == 1 else x.contiguous()
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
 def _3d(x: Tensor) -> Tensor:
@@ -865,7 +867,7 @@ def vocab_logprob_backward(
         grad_entropy=grad_entropy,
     )
     chosen = _integers(tokens, torch.int64)
-    dlogits = torch.empty(z.shape, dtype=out_dtype)
+    dlogits = torch.empty(*z.shape, dtype=out_dtype)
     status = _lib.tpi_vocab_logprob_backward(
         z.data_ptr(), z.stride(0), _pointer(temperature), z.shape[0], z.shape[1], chosen.data_ptr(), vocab_start,
         max.data_ptr(), S.data_ptr(), entropy.data_ptr() if entropy.numel() else None, grad_logprob.data_ptr(),
@@ -932,7 +934,7 @@ def moe_route_backward(
             "dweights and ids [T, k], logits [T, E]",
         )
     z, d, chosen = _2d(logits), dweights.contiguous(), _integers(ids, torch.int32)
-    dlogits = torch.empty(z.shape)
+    dlogits = torch.empty(*z.shape)
     status = _lib.tpi_moe_route_backward(
         d.data_ptr(), z.data_ptr(), z.stride(0), chosen.data_ptr(), *z.shape, ids.shape[1], _SCORES[score], int(renormalize), scaling, eps, dlogits.data_ptr(),
     )  # fmt: skip
@@ -966,7 +968,7 @@ def expert_weight_backward(g: Tensor, a: Tensor, weights: Tensor, leaf: int, lea
             "g and a [P, F], weights [P]",
         )
     rows, acts, weights = _2d(g), _2d(a), weights.contiguous()
-    dweights, da = torch.empty(g.shape[0]), torch.empty(a.shape, dtype=a.dtype)
+    dweights, da = torch.empty(g.shape[0]), torch.empty(*a.shape, dtype=a.dtype)
     status = _lib.tpi_expert_weight_backward(
         code, rows.data_ptr(), rows.stride(0), acts.data_ptr(), acts.stride(0), weights.data_ptr(),
         *rows.shape, leaf, leaves, dweights.data_ptr(), da.data_ptr(), rows.shape[1],
@@ -985,7 +987,7 @@ def _check_gate(name: str, y: Tensor, logits: Tensor) -> Tensor:
 def sigmoid_gate(y: Tensor, logits: Tensor) -> Tensor:
     code = _code("sigmoid_gate", y)
     z, rows = _check_gate("sigmoid_gate", y, logits), _2d(y)
-    out = torch.empty(y.shape, dtype=y.dtype)
+    out = torch.empty(*y.shape, dtype=y.dtype)
     status = _lib.tpi_sigmoid_gate(code, rows.data_ptr(), rows.stride(0), z.data_ptr(), out.data_ptr(), *rows.shape)
     _check("sigmoid_gate", status)
     return out
@@ -997,7 +999,7 @@ def sigmoid_gate_backward(dout: Tensor, y: Tensor, logits: Tensor) -> tuple[Tens
     if dout.shape != y.shape:
         raise _refuse("sigmoid_gate_backward", f"dout {tuple(dout.shape)}, y {tuple(y.shape)}", "equal shapes")
     g, rows = _2d(dout), _2d(y)
-    dy, dlogits = torch.empty(y.shape, dtype=y.dtype), torch.empty(logits.shape)
+    dy, dlogits = torch.empty(*y.shape, dtype=y.dtype), torch.empty(*logits.shape)
     status = _lib.tpi_sigmoid_gate_backward(
         code, g.data_ptr(), g.stride(0), rows.data_ptr(), rows.stride(0), z.data_ptr(), dy.data_ptr(),
         dlogits.data_ptr(), *rows.shape,
