@@ -38,15 +38,24 @@ BUDGET = 20.0  # seconds of turns after which no further one starts
 
 
 def medians(calls: list[Callable[[], object]], repeats: int) -> list[float]:
-    """Median seconds of each, called in turn after one turn that is not counted; fewer turns when one takes seconds."""
+    """Median seconds of each, called in turn after one turn that is not counted; fewer turns when one takes seconds.
+
+    All ranks start a call together, so that none is charged for what another still does of the one before.
+    """
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
     samples: list[list[float]] = [[] for _ in calls]
     begin = time.perf_counter()
     for turn in range(repeats + 1):
         for times, call in zip(samples, calls, strict=True):
+            if ranks > 1:
+                dist.barrier()
             start = time.perf_counter()
             call()
             times.append(time.perf_counter() - start)
-        if turn and time.perf_counter() - begin > BUDGET:
+        spent = torch.tensor(time.perf_counter() - begin)
+        if ranks > 1:
+            dist.broadcast(spent, 0)  # one rank's clock decides for all
+        if turn and spent > BUDGET:
             break
     return [statistics.median(times[1:]) for times in samples]
 
