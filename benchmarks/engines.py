@@ -5,6 +5,9 @@
 Every measurement runs in a process of its own; stock and parity take turns and medians are reported. The model is random,
 of SmolLM2-135M's shape (the numbers do not depend on the weights). Stock bfloat16 is slow on a CPU without bfloat16
 instructions, so that its row says little there: it gets fewer layers and tokens, and float32 is the row to read.
+
+Below each table: how many operators of this package one decode step and one training pass call, and the share of their time
+that the calls cost outside the kernels.
 """
 
 from __future__ import annotations
@@ -49,6 +52,22 @@ def peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
+def call_cost(recording: bool) -> float:
+    """µs of a call of `linear` whose kernel has next to nothing to do; with the gradient recorded, or in inference mode."""
+    import torch
+
+    from mindspeed_tpi import ops
+
+    x, weight, times = torch.randn(1, 64), torch.randn(64, 64, requires_grad=recording), []
+    with torch.inference_mode(not recording):
+        for _ in range(200):
+            start = time.perf_counter()
+            for _ in range(20):
+                ops.linear(x, weight)
+            times.append((time.perf_counter() - start) / 20)
+    return statistics.median(times) * 1e6
+
+
 def measure_engine(model: str, dtype: str, stock: bool, rollout: Path) -> dict[str, float]:
     """Prefill: prompts with one new token; decode: what further tokens cost."""
     import torch
@@ -65,21 +84,29 @@ def measure_engine(model: str, dtype: str, stock: bool, rollout: Path) -> dict[s
         prefill, whole = [], []
         for _ in range(3):
             start = time.perf_counter()
-            engine.generate(max_new_tokens=1)
+            prompt_only = engine.generate(max_new_tokens=1)
             prefill.append(time.perf_counter() - start)
             start = time.perf_counter()
             record = engine.generate()
             whole.append(time.perf_counter() - start)
         record.save(rollout)
-    first = statistics.median(prefill)
-    return {
+    first, steps = statistics.median(prefill), size.new - 1
+    decode = (statistics.median(whole) - first) / steps * 1e6
+    result = {
         "prefill": first / (size.prompts * size.length) * 1e6,
-        "decode": (statistics.median(whole) - first) / (size.prompts * (size.new - 1)) * 1e6,
+        "decode": decode / size.prompts,
         "engine_memory": peak_mib(),
     }
+    if not stock:
+        calls, of_prompts = (sum(r.meta["op_calls"].values()) for r in (record, prompt_only))
+        result["decode_calls"] = (calls - of_prompts) / steps
+        result["decode_call"] = call_cost(recording=False)
+        result["decode_share"] = result["decode_calls"] * result["decode_call"] / decode
+    return result
 
 
 def measure_trainer(model: str, dtype: str, stock: bool, rollout: Path) -> dict[str, float]:
+    from mindspeed_tpi import ops
     from mindspeed_tpi.parity.request import Request
     from mindspeed_tpi.parity.rollout import Rollout
     from mindspeed_tpi.parity.trainer import Trainer
@@ -93,14 +120,21 @@ def measure_trainer(model: str, dtype: str, stock: bool, rollout: Path) -> dict[
         start = time.perf_counter()
         trainer.logprobs(record)
         forward.append(time.perf_counter() - start)
+        ops.backends.reset_counts()
         start = time.perf_counter()
         trainer.backward(record, micro_batch=SIZES[dtype].prompts // 2)
         both.append(time.perf_counter() - start)
-    return {
+    passes = statistics.median(both) * 1e6
+    result = {
         "forward": statistics.median(forward) / tokens * 1e6,
-        "forward_backward": statistics.median(both) / tokens * 1e6,
+        "forward_backward": passes / tokens,
         "trainer_memory": peak_mib(),
     }
+    if not stock:
+        result["pass_calls"] = sum(ops.backends.call_counts().values())
+        result["pass_call"] = call_cost(recording=True)
+        result["pass_share"] = result["pass_calls"] * result["pass_call"] / passes
+    return result
 
 
 def child(side: str, model: str, dtype: str, stock: bool, rollout: Path) -> dict[str, float]:
@@ -134,7 +168,7 @@ def measure(dtype: str, rounds: int, directory: Path) -> dict[bool, dict[str, fl
                 print(f"{dtype}, round {turn + 1}/{rounds}: {name} {side}", file=sys.stderr, flush=True)
                 result.update(child(side, model, dtype, stock, rollout))
             results[stock].append(result)
-    return {stock: {key: statistics.median(r[key] for r in runs) for key in ROWS} for stock, runs in results.items()}
+    return {stock: {key: statistics.median(r[key] for r in runs) for key in runs[0]} for stock, runs in results.items()}
 
 
 def table(dtype: str, medians: dict[bool, dict[str, float]]) -> list[str]:
@@ -149,6 +183,12 @@ def table(dtype: str, medians: dict[bool, dict[str, float]]) -> list[str]:
         stock, parity = medians[True][key], medians[False][key]
         goal = "≤ 1.1" if key.endswith("memory") else "≤ 1.0"
         lines.append(f"| {label} | {stock:.1f} | {parity:.1f} | {parity / stock:.2f} | {goal} |")
+    lines.append("")
+    for work, key in (("A decode step", "decode"), ("A forward and backward pass", "pass")):
+        calls, cost, share = (medians[False][f"{key}_{figure}"] for figure in ("calls", "call", "share"))
+        lines.append(
+            f"{work} calls {calls:.0f} operators; at {cost:.1f} µs each, calling takes {share:.1%} of its time."
+        )
     return [*lines, ""]
 
 
