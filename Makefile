@@ -45,14 +45,16 @@ $(VENV)/ready: $(VENV)/engines setup.py pyproject.toml $(KERNELS)
 	$(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 
+# The kernels compile while pip downloads; should that fail, the installation of the package (above) says so.
 $(VENV)/engines: $(REQUIREMENTS)
 	@test -n "$(PYTHON)" || { echo "mindspeed_tpi: the pinned engines need CPython 3.11 and none was found. Install it, or run"; \
 	  echo "'make PYTHON=/path/to/python3.11'. The package itself ('pip install .') works from Python 3.10 on."; exit 1; }
-	@echo "setting up $(VENV) with $$($(PYTHON) --version): torch, vLLM, Megatron-core (about 3 minutes, once)"
+	@echo "setting up $(VENV) with $$($(PYTHON) --version): torch, vLLM, Megatron-core (a few minutes, once)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip setuptools wheel
-	$(PIP) -r requirements/torch.txt
-	$(PIP) --no-deps -r requirements/engines.txt -r requirements/dev.txt
+	$(BIN)/python setup.py --quiet build_ext & \
+	  $(PIP) -r requirements/torch.txt && $(PIP) --no-deps -r requirements/engines.txt -r requirements/dev.txt; \
+	  status=$$?; wait; exit $$status
 	@touch $@
 
 clean:

@@ -57,8 +57,9 @@ def run(options: argparse.Namespace) -> int:
         temperature=1.0,
         engine=ENGINE,
     )
-    once = replace(request, prompts=request.prompts[::SAMPLES])  # stock bf16 is slow on CPUs without bf16 instructions
-    result = driver.run(request, stock=once, announce=lambda line: print(line, file=sys.stderr))
+    # Stock bf16 is slow on CPUs without bf16 instructions, and a third of the prompts shows its logdiff.
+    some = replace(request, prompts=request.prompts[::3])
+    result = driver.run(request, stock=some, announce=lambda line: print(line, file=sys.stderr))
     return show(result, options.out, "mindspeed-tpi demo", MUST_HAPPEN)
 
 
