@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from mindspeed_tpi.ops import _schemas as schemas
@@ -19,7 +18,7 @@ class RunningTree:
         """Take the next node; it belongs to the tree from then on."""
         depth = 0
         while self._nodes and self._nodes[-1][0] == depth:
-            node = schemas.tree_sum(torch.stack((self._nodes.pop()[1], node)), None, torch.float32)
+            node = schemas.residual_add(self._nodes.pop()[1], node)  # tree_sum of two, without a copy of both
             depth += 1
         self._nodes.append((depth, node))
 

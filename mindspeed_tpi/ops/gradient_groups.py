@@ -15,7 +15,6 @@ from torch import Tensor
 
 from mindspeed_tpi import envs
 from mindspeed_tpi.errors import InputError, ParityError
-from mindspeed_tpi.ops import _schemas as schemas
 from mindspeed_tpi.ops._running_tree import RunningTree
 
 _STATE = "tpi_gradient_groups"  # attribute of an f32 gradient
@@ -115,11 +114,14 @@ class _Sum:
         self._rows = 0
         self._groups += 1
         for tree, total in zip(self._closed, self.open, strict=True):
-            tree.add(total.clone())
-            total.zero_()
+            tree.add(total if self.complete else total.clone())
+            if not self.complete:
+                total.zero_()
         if self.complete:
-            roots = torch.stack([tree.root() for tree in self._closed])
-            grad.copy_(schemas.tree_sum(roots, None, torch.float32))
+            across = RunningTree()
+            for tree in self._closed:
+                across.add(tree.root())
+            grad.copy_(across.root())
             self.open, self._closed = [], []
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from mindspeed_tpi import contract
 from mindspeed_tpi.errors import BackendError
+from mindspeed_tpi.ops._running_tree import RunningTree
 from mindspeed_tpi.ops.backends import cpu, reference
 from tests.ops import cases
 from tests.ops.bits import assert_same_bits
@@ -146,6 +147,15 @@ def test_a_tree_over_ranks_may_be_taken_in_two_steps(data: st.DataObject) -> Non
     groups = parts.split(1 << s.integer(0, len(parts).bit_length() - 1))
     roots = torch.stack([cpu.tree_sum(group, None, torch.float32) for group in groups])
     assert_same_bits(cpu.tree_sum(roots, bias, dtype), cpu.tree_sum(parts, bias, dtype))
+
+
+@given(st.data())
+def test_a_running_tree_is_the_tree(data: st.DataObject) -> None:
+    parts, _, _ = cases.tree_sum(cases.Drawn(data)).args
+    running = RunningTree()
+    for part in parts:
+        running.add(part)
+    assert_same_bits(running.root(), cpu.tree_sum(parts, None, torch.float32))
 
 
 @given(st.data())
