@@ -41,20 +41,27 @@ docs: $(VENV)/ready
 
 native: $(VENV)/ready
 
-$(VENV)/ready: $(VENV)/engines setup.py pyproject.toml $(KERNELS)
+# The kernels compile while pip downloads.
+$(VENV)/ready: $(REQUIREMENTS) setup.py pyproject.toml $(KERNELS)
+	@$(MAKE) --no-print-directory -j2 $(VENV)/engines $(VENV)/kernels
 	$(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 
-# The kernels compile while pip downloads; should that fail, the installation of the package (above) says so.
-$(VENV)/engines: $(REQUIREMENTS)
+$(VENV)/engines: $(REQUIREMENTS) | $(VENV)/python
+	$(PIP) -r requirements/torch.txt
+	$(PIP) --no-deps -r requirements/engines.txt -r requirements/dev.txt
+	@touch $@
+
+$(VENV)/kernels: setup.py $(KERNELS) | $(VENV)/python
+	$(BIN)/python setup.py --quiet build_ext
+	@touch $@
+
+$(VENV)/python:
 	@test -n "$(PYTHON)" || { echo "mindspeed_tpi: the pinned engines need CPython 3.11 and none was found. Install it, or run"; \
 	  echo "'make PYTHON=/path/to/python3.11'. The package itself ('pip install .') works from Python 3.10 on."; exit 1; }
 	@echo "setting up $(VENV) with $$($(PYTHON) --version): torch, vLLM, Megatron-core (a few minutes, once)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip setuptools wheel
-	$(BIN)/python setup.py --quiet build_ext & \
-	  $(PIP) -r requirements/torch.txt && $(PIP) --no-deps -r requirements/engines.txt -r requirements/dev.txt; \
-	  status=$$?; wait; exit $$status
 	@touch $@
 
 clean:
