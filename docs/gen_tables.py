@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+import ascend_roofline
 
 from mindspeed_tpi import envs, patches
 from mindspeed_tpi.ops import _schemas, backends
@@ -64,7 +67,17 @@ def operators() -> str:
     )
 
 
-PAGES = {"env-flags.md": env_flags, "patches.md": patch_table, "operators.md": operators}
+def ascend() -> str:
+    """The page as written, each table between its marks computed again."""
+
+    def fill(match: re.Match[str]) -> str:
+        return f"<!-- table: {match[1]} -->\n\n{ascend_roofline.TABLES[match[1]]()}\n\n<!-- end -->"
+
+    text = (DOCS / "ascend.md").read_text(encoding="utf-8")
+    return re.sub(r"<!-- table: (\S+) -->.*?<!-- end -->", fill, text, flags=re.DOTALL)
+
+
+PAGES = {"env-flags.md": env_flags, "patches.md": patch_table, "operators.md": operators, "ascend.md": ascend}
 
 
 def main() -> int:
@@ -73,7 +86,7 @@ def main() -> int:
     check = parser.parse_args().check
     stale = []
     for name, make in PAGES.items():
-        path, text = DOCS / name, f"{NOTE}\n\n{make()}\n"
+        path, text = DOCS / name, make() if make is ascend else f"{NOTE}\n\n{make()}\n"
         if not path.is_file() or path.read_text(encoding="utf-8") != text:
             stale.append(name)
             if not check:
