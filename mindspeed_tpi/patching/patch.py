@@ -12,7 +12,8 @@ class Patch:
     """One replaced upstream object.
 
     Attributes:
-        target: `module:qualname` of the upstream object.
+        target: `module:qualname` of the upstream object, where it is *defined*: modules of the same top package that have
+            bound a function by another name (`from x import y`) are found and re-bound.
         factory: receives the original (as stored: a `staticmethod` stays one) and returns the replacement. It is called
             after the target's module has been imported, and may import upstream.
         reason: why the bits would differ without it.
@@ -21,8 +22,6 @@ class Patch:
             target that is not a function.
         until: what must happen for the patch to go.
         kind: `replace` the original, `wrap` it (the replacement calls it), or `add` an attribute upstream lacks.
-        aliases: other `module:qualname` bindings of the same object (`from x import y`), re-bound when the patch is
-            applied after they were made.
         applies: None, or a function that says why the patch is not wanted here (None: it is). Shims for a missing
             accelerator use it.
         optional: some versions in range do not have the target; there the patch is not needed.
@@ -36,7 +35,6 @@ class Patch:
     parameters: tuple[str, ...] | None
     until: str
     kind: Literal["replace", "wrap", "add"] = "replace"
-    aliases: tuple[str, ...] = ()
     applies: Callable[[], str | None] | None = None
     optional: bool = False
     anytime: bool = False

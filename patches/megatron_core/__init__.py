@@ -7,12 +7,14 @@ from mindspeed_tpi.patches.megatron_core.distributed import (
     finalize_model_grads,
     param_and_grad_buffer,
 )
+from mindspeed_tpi.patches.megatron_core.fusions import fused_bias_dropout
 from mindspeed_tpi.patches.megatron_core.models.common.embeddings import (
+    rope_utils,
     rotary_pos_embedding,
     yarn_rotary_pos_embedding,
 )
-from mindspeed_tpi.patches.megatron_core.models.gpt import gpt_layer_specs, gpt_model
-from mindspeed_tpi.patches.megatron_core.optimizer import optimizer
+from mindspeed_tpi.patches.megatron_core.models.gpt import gpt_model
+from mindspeed_tpi.patches.megatron_core.optimizer import clip_grads
 from mindspeed_tpi.patches.megatron_core.tensor_parallel import cross_entropy, layers
 from mindspeed_tpi.patches.megatron_core.transformer import attention, dot_product_attention, mlp, torch_norm
 from mindspeed_tpi.patches.megatron_core.transformer.moe import (
@@ -32,12 +34,13 @@ PATCHES: tuple[Patch, ...] = (
     *moe_layer.PATCHES,
     *grouped_gemm_util.PATCHES,
     *token_dispatcher.PATCHES,
+    *rope_utils.PATCHES,
     *rotary_pos_embedding.PATCHES,
     *yarn_rotary_pos_embedding.PATCHES,
-    *gpt_layer_specs.PATCHES,
+    *fused_bias_dropout.PATCHES,
     *gpt_model.PATCHES,
     *distributed_data_parallel.PATCHES,
     *finalize_model_grads.PATCHES,
     *param_and_grad_buffer.PATCHES,
-    *optimizer.PATCHES,
+    *clip_grads.PATCHES,
 )

@@ -68,7 +68,7 @@ def test_undo_restores_the_very_objects(upstream: str) -> None:
     double = core.double
     registry = Registry(
         [
-            patch("stub_up.core:double", aliases=("stub_up.user:double",)),
+            patch("stub_up.core:double"),
             patch("stub_up.core:Layer.forward", ("self", "x")),
             patch("stub_up.core:Layer.helper", ("a", "b"), replacement=staticmethod(lambda a, b: "patched")),
             patch("stub_up.core:Layer.make", ("cls", "n"), replacement=classmethod(lambda cls, n: "patched")),
@@ -96,6 +96,66 @@ def test_refuses_to_revert_what_is_not_ours(upstream: str) -> None:
     with pytest.raises(PatchError, match="cannot revert stub_up.core:double: somebody replaced it"):
         registry.revert()
     assert core.double == "somebody else's"
+
+
+def test_every_name_of_a_function_is_found(upstream: str) -> None:
+    """Names bound before a patch are re-bound with it; one bound elsewhere, or made later, is reported."""
+    core, user = importlib.import_module("stub_up.core"), importlib.import_module("stub_up.user")
+    original = core.double
+    registry = Registry([patch("stub_up.core:double")])
+    registry.apply()
+    assert user.double is core.double is not original and not registry.stray_aliases()
+    user.other = original
+    assert registry.stray_aliases() == ["stub_up.user:other is the original of stub_up.core:double"]
+    registry.revert()
+    assert user.double is core.double is original
+
+
+def test_state_is_read_from_the_target(upstream: str) -> None:
+    """A method, a whole class or another name that somebody replaced afterwards; `apply` goes on top and can be undone."""
+    core, user = importlib.import_module("stub_up.core"), importlib.import_module("stub_up.user")
+    registry = Registry([patch("stub_up.core:double"), patch("stub_up.core:Layer.forward", ("self", "x"))])
+    registry.apply()
+    assert registry.intact() and not registry.disturbed()
+
+    def theirs(*args: Any) -> str:
+        return "theirs"
+
+    class Other(core.Layer):
+        forward = theirs
+
+    for owner, name, value in ((core.Layer, "forward", theirs), (core, "Layer", Other), (user, "double", theirs)):
+        setattr(owner, name, value)
+        assert not registry.intact() and "theirs" in registry.disturbed()[0] and __name__ in registry.disturbed()[0]
+        assert [s.state for s in registry.status()].count("overwritten") == 1
+        registry.apply()
+        assert registry.intact() and [s.state for s in registry.status()] == ["applied"] * 2
+        assert core.Layer().forward(1) == core.double(1) == user.twice(1) == "patched"
+    registry.revert()
+    assert core.Layer is Other and core.Layer().forward(1) == "theirs" and user.twice(1) == core.double(1) == 2
+
+
+def test_a_subclass_in_the_place_of_a_class_may_inherit_our_replacement(upstream: str) -> None:
+    core = importlib.import_module("stub_up.core")
+    registry = Registry([patch("stub_up.core:Layer.forward", ("self", "x"))])
+    registry.apply()
+    core.Layer = type("Sub", (core.Layer,), {})
+    assert registry.intact() and [s.state for s in registry.status()] == ["applied"]
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_kept_code_is_upstreams_own(upstream: str, before: bool) -> None:
+    """What is kept counts as upstream's only where upstream's file wrote it, and is watched like a replacement."""
+    target = "stub_up.core:Layer.forward"
+    if before:
+        importlib.import_module("stub_up.core").Layer.forward = lambda self, x: x + 1
+    registry = Registry([], kept=(target, "stub_up.core:Layer.gone"))
+    registry.apply()
+    core = importlib.import_module("stub_up.core")
+    assert registry.kept_functions() == ({} if before else {target: core.Layer.forward})
+    core.Layer.forward = lambda self, x: x + 1
+    assert registry.intact() == before
+    registry.revert()
 
 
 def test_too_late_is_an_error_in_strict_mode_and_applies_otherwise(upstream: str, caplog: Any) -> None:

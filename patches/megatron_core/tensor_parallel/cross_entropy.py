@@ -45,7 +45,7 @@ def vocab_parallel_cross_entropy(original: Callable[..., Tensor]) -> Callable[..
 
 PATCHES: tuple[Patch, ...] = (
     Patch(
-        target="megatron.core.tensor_parallel:vocab_parallel_cross_entropy",
+        target="megatron.core.tensor_parallel.cross_entropy:vocab_parallel_cross_entropy",
         factory=vocab_parallel_cross_entropy,
         reason="exp, log and the sum over the vocabulary depend on library and threads",
         versions=VERSIONS,

@@ -5,53 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from mindspeed_tpi import ops
 from mindspeed_tpi.parallel import tree
 from mindspeed_tpi.parallel.attention import split_key_values
 from mindspeed_tpi.patches.megatron_core.support import (
     UNTIL,
     VERSIONS,
     by_version,
-    outside,
     served,
     tensor_parallel_group,
 )
 from mindspeed_tpi.patching import Patch
-
-
-def apply_rotary_pos_emb(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Rotates t [s, b, heads, d] by the tables [s, 1, 2, R/2] that the patched rotary embedding returns; packed t [t, heads, d]
-    by each token's position in its own sequence.
-
-    Angles (any other shape) come from a rotary embedding that no served GPTModel owns, and go to upstream.
-    """
-
-    def apply(
-        t: Tensor,
-        freqs: Tensor,
-        config: Any,
-        cu_seqlens: Tensor | None = None,
-        mscale: float = 1.0,
-        **groups: Any,
-    ) -> Tensor:
-        if freqs.shape[-2] != 2:
-            outside("rotary angles that no served GPTModel made")
-            return original(t, freqs, config, cu_seqlens, mscale, **groups)
-        length, batch = t.shape[0], (t.shape[1] if t.dim() == 4 else 1)
-        if cu_seqlens is None:
-            positions = torch.arange(length, device=t.device).repeat_interleave(batch)
-        else:
-            starts = cu_seqlens.long()
-            positions = torch.arange(length, device=t.device)
-            positions -= starts[torch.searchsorted(starts, positions, right=True) - 1]
-        tables = freqs.to(t.device)
-        heads = t.flatten(0, 1) if t.dim() == 4 else t
-        return ops.rope(heads, tables[:, 0, 0], tables[:, 0, 1], positions).view(t.shape)
-
-    return apply
 
 
 def get_query_key_value_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,14 +50,6 @@ PATCHES: tuple[Patch, ...] = (
             ("0.15", ("self", "hidden_states", "key_value_states", "split_qkv")),
             ("0.13", ("self", "hidden_states", "key_value_states")),
         ),
-        until=UNTIL,
-    ),
-    Patch(
-        target="megatron.core.transformer.attention:apply_rotary_pos_emb",
-        factory=apply_rotary_pos_emb,
-        reason="stock cos and sin are rounded to bf16 and each product is rounded",
-        versions=VERSIONS,
-        parameters=("t", "freqs", "config", "cu_seqlens", "mscale", "cp_group"),
         until=UNTIL,
     ),
 )

@@ -14,6 +14,7 @@ from mindspeed_tpi.errors import ParityError
 from mindspeed_tpi.parity.trainer import Batch, Trainer
 from mindspeed_tpi.patches.megatron_core.support import check_covered
 from mindspeed_tpi.patches.megatron_core.tensor_parallel.layers import HEAD_GRAD, add_head_gradients
+from mindspeed_tpi.patching import resolve
 from mindspeed_tpi.weights import entries
 from tests.models import FAMILIES
 from tests.patches.megatron_core.conftest import VOCAB, main_grads, rollout_for, same_bits
@@ -258,11 +259,11 @@ _DECIDES = {
     "norm": ("megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",),
     "attention": ("megatron.core.transformer.dot_product_attention:DotProductAttention.forward",),
     "rotary": (
-        "megatron.core.transformer.attention:apply_rotary_pos_emb",
+        "megatron.core.models.common.embeddings.rope_utils:apply_rotary_pos_emb",
         "megatron.core.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding.forward",
     ),
     "MLP.forward": ("megatron.core.transformer.mlp:MLP.forward",),
-    "cross entropy": ("megatron.core.tensor_parallel:vocab_parallel_cross_entropy",),
+    "cross entropy": ("megatron.core.tensor_parallel.cross_entropy:vocab_parallel_cross_entropy",),
 }
 
 
@@ -274,7 +275,9 @@ def test_every_patch_decides_bits(trainer: Build, what: str, monkeypatch: pytest
     ours = t.logprobs(rollout)
     applied = {e.patch.target: e for registry in mindspeed_tpi._registries.values() for e in registry._applied}
     for target in _DECIDES[what]:
-        monkeypatch.setattr(applied[target].owner, applied[target].name, applied[target].original)
+        entry = applied[target]
+        for name in (target, *resolve.names(entry.replacement, entry.patch.module)):
+            monkeypatch.setattr(*resolve.holder(name), entry.original)
     monkeypatch.setenv("MINDSPEED_TPI", "1")
     theirs = trainer("llama", "float32").logprobs(rollout)
     assert not same_bits(ours, theirs)

@@ -26,6 +26,5 @@ PATCHES = (
         parameters=None,
         until=UNTIL,
         anytime=True,
-        aliases=("vllm.v1.sample.sampler:batched_count_greater_than",),
     ),
 )

@@ -29,7 +29,7 @@ def get_grad_norm_fp32(original: Callable[..., float]) -> Callable[..., float]:
 
 PATCHES: tuple[Patch, ...] = (
     Patch(
-        target="megatron.core.optimizer.optimizer:get_grad_norm_fp32",
+        target="megatron.core.optimizer.clip_grads:get_grad_norm_fp32",
         factory=get_grad_norm_fp32,
         reason="the sum of squares depends on layout, library and the number of ranks, and scales every gradient",
         versions=VERSIONS,
