@@ -5,19 +5,54 @@ Import this package before Megatron-core or MindSpeed. With `MINDSPEED_TPI=0` th
 
 from __future__ import annotations
 
+import importlib
 import logging
 import sys
+from typing import TYPE_CHECKING, Any
 
 from mindspeed_tpi import envs
 from mindspeed_tpi.errors import ParityError
 from mindspeed_tpi.patching import Registry, Status
 
+if TYPE_CHECKING:
+    from mindspeed_tpi.parity.check import check, contract_of
+    from mindspeed_tpi.parity.logprobs import logprobs
+    from mindspeed_tpi.parity.rollout import Rollout
+
 __version__ = "0.1.0"
-__all__ = ["ParityError", "__version__", "disable", "enable", "patch_status"]
+__all__ = [
+    "ParityError",
+    "Rollout",
+    "__version__",
+    "check",
+    "contract_of",
+    "disable",
+    "enable",
+    "logprobs",
+    "patch_status",
+]
 
 TRAINING_UPSTREAMS = ("megatron_core",)
 
+_LAZY = {
+    "Rollout": "mindspeed_tpi.parity.rollout",
+    "check": "mindspeed_tpi.parity.check",
+    "contract_of": "mindspeed_tpi.parity.check",
+    "logprobs": "mindspeed_tpi.parity.logprobs",
+}
+"""Public names whose modules are imported at first use, so that importing the package stays light."""
+
 _registries: dict[str, Registry] = {}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def enable(*upstreams: str) -> None:

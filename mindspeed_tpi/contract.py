@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import platform
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -72,7 +73,7 @@ class NumericsContract:
         lanes: accumulators of a lane tree.
         vocab_leaf, vocab_align, vocab_align_from: cut of the vocabulary (see `vocab_leaves`).
         casts: the rounding points, as (what, dtype) pairs.
-        rope_table: SHA-256 of the model's f32 cos/sin tables; empty when no model is bound.
+        rope_table: SHA-256 of the first 4,096 rows of the model's f32 cos/sin tables (`ops.table_hash`); empty when no model is bound.
     """
 
     version: int = VERSION
@@ -153,12 +154,28 @@ class NumericsContract:
 
     @classmethod
     def from_json(cls, text: str) -> NumericsContract:
-        """Inverse of `to_json`; fields that are absent take their defaults.
+        """Inverse of `to_json`.
 
         Raises:
-            ContractError: not a JSON object, or a field that does not exist.
+            ContractError: not a JSON object with exactly the contract's fields, each of its type.
         """
-        return cls().overridden(_parse(text))
+        return cls.from_document(_parse(text))
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any]) -> NumericsContract:
+        """A contract as a record or checkpoint carries it: the parsed `to_json`. Nothing takes a default.
+
+        Raises:
+            ContractError: a field is missing, unknown or of another type; names it.
+        """
+        missing = sorted({f.name for f in fields(cls)} - set(document))
+        if missing:
+            raise ContractError(f"the contract lacks {', '.join(missing)}; a record carries every field")
+        for f in fields(cls):
+            value = document[f.name]
+            if f.type in ("int", "str") and type(value).__name__ != f.type:
+                raise ContractError(f"contract field {f.name}={value!r} must be of type {f.type}")
+        return cls().overridden(dict(document))
 
     def overridden(self, changes: dict[str, Any]) -> NumericsContract:
         """A copy with some fields changed.
@@ -174,6 +191,11 @@ class NumericsContract:
             changes = {**changes, "casts": tuple((str(a), str(b)) for a, b in changes["casts"])}
         return replace(self, **changes)
 
+    def differences(self, other: NumericsContract) -> list[str]:
+        """`field (here …, there …)` of every field that differs; empty for the same contract."""
+        mine, yours = asdict(self), asdict(other)
+        return [f"{k} (here {mine[k]!r}, there {yours[k]!r})" for k in mine if mine[k] != yours[k]]
+
     def check_same(self, other: NumericsContract, theirs: str) -> None:
         """Refuse another contract.
 
@@ -184,9 +206,7 @@ class NumericsContract:
         Raises:
             ContractError: the two differ; names every field with both values.
         """
-        mine, yours = asdict(self), asdict(other)
-        differing = [f"{k} (here {mine[k]!r}, there {yours[k]!r})" for k in mine if mine[k] != yours[k]]
-        if differing:
+        if differing := self.differences(other):
             raise ContractError(
                 f"{theirs} was made under another numerics contract: {'; '.join(differing)}. "
                 "Run both sides with the same MINDSPEED_TPI_CONTRACT, model configuration and kernel version."

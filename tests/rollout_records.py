@@ -3,12 +3,34 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
-
-import torch
+from typing import Any
 
 from mindspeed_tpi.contract import NumericsContract
+from mindspeed_tpi.ops import RopeConfig
 from mindspeed_tpi.parity.rollout import Rollout
+
+ROPE = RopeConfig(rotary_dim=32, theta=10000.0, max_position=64)
+
+
+def identity(contract: NumericsContract | None) -> dict[str, Any] | None:
+    """What an engine under `contract` reports; None for a stock engine."""
+    if contract is None:
+        return None
+    return {
+        "mode": "strict",
+        "model": "random",
+        "dtype": "bfloat16",
+        "layout": "tp=1",
+        "logprobs_mode": "processed_logprobs",
+        "backend": "cpu",
+        "contract": json.loads(contract.to_json()),
+        "fingerprint": contract.fingerprint,
+        "rope": ROPE.document(),
+        "coverage": [],
+        "versions": {},
+    }
 
 
 def record(
@@ -19,17 +41,11 @@ def record(
     versions: Sequence[int] | None = None,
     temperature: float = 1.0,
 ) -> Rollout:
-    lengths = torch.tensor([len(s) for s in sequences])
-    total = int(lengths.sum())
-    return Rollout(
-        token_ids=torch.tensor([t for s in sequences for t in s]),
-        offsets=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
-        prompt_lengths=torch.full((len(sequences),), prompt_length),
-        positions=torch.cat([torch.arange(n) for n in lengths.tolist()]),
-        logprobs=torch.full((total,), float("nan")),
-        weight_versions=torch.tensor(versions or [0] * len(sequences)).repeat_interleave(lengths),
-        meta={
-            "contract": None if contract is None else json.loads(contract.to_json()),
-            "sampling": {"logprob_temperature": temperature},
-        },
+    return Rollout.from_tokens(
+        [s[:prompt_length] for s in sequences],
+        [s[prompt_length:] for s in sequences],
+        [[math.nan] * (len(s) - prompt_length) for s in sequences],
+        identity(contract),
+        sampling={"temperature": temperature},
+        weight_versions=0 if versions is None else list(versions),
     )

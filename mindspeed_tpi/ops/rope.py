@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -33,6 +33,23 @@ class RopeConfig:
     max_position: int
     scaling: str = "default"
     parameters: tuple[tuple[str, float], ...] = ()
+
+    def document(self) -> dict[str, Any]:
+        """JSON-able form, for records."""
+        return {**asdict(self), "parameters": dict(self.parameters)}
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any]) -> RopeConfig:
+        """Inverse of `document`.
+
+        Raises:
+            InputError: another set of fields.
+        """
+        names = {f.name for f in fields(cls)}
+        if set(document) != names or not isinstance(document["parameters"], Mapping):
+            raise InputError(f"rope {dict(document)!r} must have exactly the fields {', '.join(sorted(names))}")
+        numbers = tuple(sorted((str(name), float(value)) for name, value in document["parameters"].items()))
+        return cls(**{**document, "parameters": numbers})
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> RopeConfig:
@@ -130,9 +147,16 @@ def rope_tables(config: RopeConfig) -> tuple[Tensor, Tensor]:
     return (angles.cos() * factor).to(torch.float32), (angles.sin() * factor).to(torch.float32)
 
 
+HASHED_POSITIONS = 4096
+
+
 def table_hash(config: RopeConfig) -> str:
-    """SHA-256 of both tables' bytes: the contract's `rope_table`."""
-    cos, sin = rope_tables(config)
+    """SHA-256 of both tables' bytes: the contract's `rope_table`.
+
+    It covers the same rows whatever the length of a side's tables, because that length changes no bit: a trainer built for
+    shorter sequences than the engine's has the same numerics.
+    """
+    cos, sin = rope_tables(replace(config, max_position=HASHED_POSITIONS))
     return hashlib.sha256(cos.numpy().tobytes() + sin.numpy().tobytes()).hexdigest()
 
 

@@ -25,6 +25,7 @@ class Comparison:
         nan: tokens for which either side gave NaN.
         missing: values that were asked for and not delivered, or delivered and not asked for, by either side.
         logdiff: f32 [tokens], training minus rollout log-probability, NaN where there is no such number.
+        first: (sequence, position in it) of the first token that differs; None if none does.
     """
 
     tokens: int
@@ -34,6 +35,7 @@ class Comparison:
     nan: int
     missing: int
     logdiff: Tensor
+    first: tuple[int, int] | None = None
 
     @property
     def exact(self) -> bool:
@@ -71,6 +73,7 @@ def compare(rollout: Rollout, logprobs: Tensor, expected: int) -> Comparison:
     equal = (train.view(torch.int32) == engine.view(torch.int32)) & ~nan
     logdiff = torch.where(equal, torch.zeros(()), train - engine)
     size = logdiff.double().abs()
+    where = rollout.generated.nonzero().flatten()[~equal]
     return Comparison(
         tokens=train.numel(),
         nonzero=int((~equal).sum()),
@@ -79,4 +82,11 @@ def compare(rollout: Rollout, logprobs: Tensor, expected: int) -> Comparison:
         nan=int(nan.sum()),
         missing=missing,
         logdiff=logdiff,
+        first=_place(rollout, int(where[0])) if len(where) else None,
     )
+
+
+def _place(rollout: Rollout, token: int) -> tuple[int, int]:
+    """(sequence, position) of one of a record's tokens."""
+    sequence = int(torch.searchsorted(rollout.offsets, token, right=True)) - 1
+    return sequence, token - int(rollout.offsets[sequence])

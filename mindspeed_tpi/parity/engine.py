@@ -9,7 +9,6 @@ Exit status: 0 done, 2 bad input, 3 the engine failed. A stock run is the same c
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -20,24 +19,23 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mindspeed_tpi import envs, ops, versions
+from mindspeed_tpi import envs, ops
 from mindspeed_tpi.errors import InputError, LayoutError, ParityError
 from mindspeed_tpi.parallel.layout import Layout
-from mindspeed_tpi.parity import process
+from mindspeed_tpi.parity import identity, process
 from mindspeed_tpi.parity.replicas import Replicas, free_port
 from mindspeed_tpi.parity.request import Request
-from mindspeed_tpi.parity.rollout import Rollout
+from mindspeed_tpi.parity.rollout import Rollout, Sample
 from mindspeed_tpi.patches.vllm._limits import layout_problems
 from mindspeed_tpi.profiles import Profile
 
-SMALLEST_TEMPERATURE = 0.01  # vLLM raises smaller positive temperatures to this
 _DEFAULT_LENGTH = 1024
 _ENVIRONMENT = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",
@@ -80,6 +78,7 @@ class Engine:
         self.max_model_len = request.engine.max_model_len or min(max(longest, _DEFAULT_LENGTH), limit)
         self.logprobs_mode = "raw_logprobs" if request.temperature in (0, 1) else "processed_logprobs"
         self.workers: list[dict[str, Any]] = []
+        self._identity: dict[str, Any] = {}
         self._saved: dict[str, str | None] = {}
         self._llm: Any = None
         self._replicas: Replicas | None = None
@@ -170,12 +169,13 @@ class Engine:
         )
         self.start_seconds = time.perf_counter() - started
         if not request.stock:
-            self.workers = self._rpc("tpi_report")
+            self.workers = self._rpc(identity.REPORT)
             self._check_workers()
         self._rpc("tpi_take_counts")
         if self._replicas is not None:
             self._replicas.receive()  # each has started
             self.workers = [report for reports in self._everywhere("report") for report in reports]
+        self._identity = identity.of_engine(self._llm if request.stock else self.workers)
 
     def _check_workers(self) -> None:
         """The parent's half of the handshake; each worker has refused to start on a difference already."""
@@ -248,16 +248,18 @@ class Engine:
         shares = self._everywhere("sample", [(prompts[r::ranks], sampling, seed, progress) for r in range(ranks)])
         seconds = time.perf_counter() - started
         samples: list[Sample] = [shares[i % ranks][0][i // ranks] for i in range(len(prompts))]
-        generated = sum(len(sample.tokens) - len(sample.prompt) for sample in samples)
-        meta = self._meta(temperature, max_new_tokens, seed)
-        for name in ("counters", "op_calls"):
-            meta[name] = _added(taken[name] for _, taken in shares)
-        meta["seconds"] = {
-            "start": self.start_seconds,
-            "generate": seconds,
-            "tokens_per_second": generated / seconds,
-        }
-        return _record(samples, self.weight_version, meta)
+        rollout = Rollout.from_samples(samples, self._identity)
+        rollout.meta.update(
+            engine=asdict(request.engine),
+            seed=request.seed if seed is None else seed,
+            **{name: _added(taken[name] for _, taken in shares) for name in ("counters", "op_calls")},
+            seconds={
+                "start": self.start_seconds,
+                "generate": seconds,
+                "tokens_per_second": int(rollout.generated.sum()) / seconds,
+            },
+        )
+        return rollout
 
     def sample(
         self, prompts: Sequence[Sequence[int]], sampling: dict[str, Any], seed: int | None, progress: bool
@@ -267,10 +269,12 @@ class Engine:
 
         if seed is not None:
             self._rpc("tpi_seed", seed)
+        parameters = SamplingParams(**sampling)
         outputs = self._llm.generate(
-            [{"prompt_token_ids": list(prompt)} for prompt in prompts], SamplingParams(**sampling), use_tqdm=progress
+            [{"prompt_token_ids": list(prompt)} for prompt in prompts], parameters, use_tqdm=progress
         )
-        return [Sample.of(output) for output in outputs], self._rpc("tpi_take_counts")[0]
+        samples = [sample for output in outputs for sample in Sample.of(output, parameters)]
+        return samples, self._rpc("tpi_take_counts")[0]
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> int:
         """Load Hugging Face tensors into the running model in place, and forget the prefix cache.
@@ -291,16 +295,19 @@ class Engine:
         with tempfile.TemporaryDirectory(prefix="mindspeed-tpi-", dir=folder) as directory:
             path = os.path.join(directory, "weights.safetensors")
             save_file({name: tensor.detach().contiguous() for name, tensor in tensors}, path)
-            missing = sorted({name for lacks in self._everywhere("load", [(path,)] * self.layout.dp) for name in lacks})
+            lacking = self._everywhere("load", [(path, self.weight_version + 1)] * self.layout.dp)
+            missing = sorted({name for lacks in lacking for name in lacks})
         if missing:
             shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
             raise InputError(f"the weight update lacks {shown}: they would keep their old values")
         self.weight_version += 1
         return self.weight_version
 
-    def load(self, path: str) -> set[str]:
+    def load(self, path: str, version: int) -> set[str]:
         """This data-parallel rank's part of `update_weights`; returns the tensors that were lacking."""
         missing = {name for lacks in self._rpc("tpi_update_weights", path) for name in lacks}
+        if not missing:
+            self._llm.llm_engine.set_weight_version(str(version))
         if not self._llm.reset_prefix_cache():
             raise ParityError("vLLM did not reset its prefix cache after the weight update; update between generations")
         return missing
@@ -327,33 +334,6 @@ class Engine:
                 f"vLLM reports prompt logprobs at temperature 1 only, not at {temperature}; set prompt_logprobs to false"
             )
 
-    def _meta(self, temperature: float, max_new_tokens: int, seed: int | None) -> dict[str, Any]:
-        effective = 1.0 if temperature == 0 else max(temperature, SMALLEST_TEMPERATURE)
-        meta: dict[str, Any] = {
-            "model": self.request.model,
-            "dtype": self.request.dtype,
-            "layout": self.request.rollout,
-            "engine": asdict(self.request.engine),
-            "sampling": {
-                "temperature": temperature,
-                "logprob_temperature": effective,
-                "max_new_tokens": max_new_tokens,
-                "seed": self.request.seed if seed is None else seed,
-                "logprobs_mode": self.logprobs_mode,
-            },
-            "versions": {name: found for name in versions.UPSTREAMS if (found := versions.installed(name))},
-            "backend": None,
-            "contract": None,
-            "fingerprint": None,
-            "workers": self.workers,
-        }
-        if not self.request.stock:
-            contract = self.profile.contract()
-            meta["backend"] = self.workers[0]["backend"]
-            meta["contract"] = json.loads(contract.to_json())
-            meta["fingerprint"] = contract.fingerprint
-        return meta
-
 
 def _import_llm() -> Any:
     """vLLM's `LLM`, imported quietly unless the user wants its log."""
@@ -361,40 +341,6 @@ def _import_llm() -> Any:
     from vllm import LLM
 
     return LLM
-
-
-class Sample(NamedTuple):
-    """One request's answer: token ids of prompt and continuation, and one logprob each (NaN where none was reported)."""
-
-    prompt: list[int]
-    tokens: list[int]
-    logprobs: list[float]
-
-    @classmethod
-    def of(cls, output: Any) -> Sample:
-        """From vLLM's request output; every logprob is the one the engine reported."""
-        prompt, completion = list(output.prompt_token_ids), output.outputs[0]
-        tokens = prompt + list(completion.token_ids)
-        reported = [*(output.prompt_logprobs or [None] * len(prompt)), *completion.logprobs]
-        logprobs = [
-            float("nan") if entry is None else entry[token].logprob
-            for entry, token in zip(reported, tokens, strict=True)
-        ]
-        return cls(prompt, tokens, logprobs)
-
-
-def _record(samples: Sequence[Sample], weight_version: int, meta: dict[str, Any]) -> Rollout:
-    """The samples of one generation as a rollout record."""
-    lengths = [len(sample.tokens) for sample in samples]
-    return Rollout(
-        token_ids=torch.tensor([token for sample in samples for token in sample.tokens], dtype=torch.int64),
-        offsets=torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0),
-        prompt_lengths=torch.tensor([len(sample.prompt) for sample in samples], dtype=torch.int64),
-        positions=torch.cat([torch.arange(n, dtype=torch.int64) for n in lengths]),
-        logprobs=torch.tensor([logprob for sample in samples for logprob in sample.logprobs], dtype=torch.float32),
-        weight_versions=torch.full((sum(lengths),), weight_version, dtype=torch.int64),
-        meta=meta,
-    )
 
 
 def _added(counts: Iterable[dict[str, int]]) -> dict[str, int]:
@@ -425,6 +371,7 @@ def join(rollouts: Sequence[Rollout]) -> Rollout:
         positions=torch.cat([r.positions for r in rollouts]),
         logprobs=torch.cat([r.logprobs for r in rollouts]),
         weight_versions=torch.cat([r.weight_versions for r in rollouts]),
+        temperatures=torch.cat([r.temperatures for r in rollouts]),
         meta=meta,
     )
 

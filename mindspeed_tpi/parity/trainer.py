@@ -36,6 +36,7 @@ from mindspeed_tpi.ops import gradient_groups
 from mindspeed_tpi.parallel import tree
 from mindspeed_tpi.parallel.layout import Layout
 from mindspeed_tpi.parity import process
+from mindspeed_tpi.parity.check import contract_of
 from mindspeed_tpi.parity.megatron import build_model, import_megatron, start_megatron
 from mindspeed_tpi.parity.request import Request
 from mindspeed_tpi.parity.rollout import Rollout
@@ -43,7 +44,6 @@ from mindspeed_tpi.profiles import Profile
 
 BATCH_TOKENS = 8192  # padded tokens of one micro-batch
 LOGITS = 1 << 29  # f32 logits of one micro-batch: 2 GiB
-SMALLEST_TEMPERATURE = 0.01  # vLLM raises smaller positive temperatures to this
 
 
 @dataclass(frozen=True)
@@ -165,13 +165,13 @@ class Trainer:
             ContractError: the rollout was made under another numerics contract.
             InputError: a weight version that no checkpoint of the request holds, or a sequence longer than the model's positions.
         """
-        if self.contract is not None:
-            rollout.check_contract(self.contract, "the rollout")
+        if not self.request.stock:
+            rollout.check_contract(contract_of(self.chunks), "the rollout")
         sequences = self._sequences(rollout)
         result = torch.zeros(rollout.token_ids.numel())
         seen = torch.zeros(result.numel(), dtype=torch.int32)
         starts = rollout.offsets.tolist()
-        temperature = _temperature(rollout, self.request)
+        temperature = _temperature(rollout)
         for chunk in self.chunks:
             chunk.eval()
         with (
@@ -229,7 +229,7 @@ class Trainer:
         length = self._padded(max(len(s) for s in sequences))
         group = gradient_groups.begin_step(-(-len(sequences) // self.layout.dp), self.layout.dp)
         rows = self._rows_in_order(sequences, length, math.gcd(micro_batch, group) if group else micro_batch)
-        self._run(rows, _temperature(rollout, self.request), weigh)
+        self._run(rows, _temperature(rollout), weigh)
         self._reduce_gradients()
         return float(tree.gather(total.view(1), dist.group.WORLD).sum())
 
@@ -437,11 +437,16 @@ def _check_mode(stock: bool) -> None:
         )
 
 
-def _temperature(rollout: Rollout, request: Request) -> float:
-    """The temperature that the rollout's log-probabilities are at."""
-    sampling = rollout.meta.get("sampling", {})
-    default = 1.0 if request.temperature == 0 else max(request.temperature, SMALLEST_TEMPERATURE)
-    return float(sampling.get("logprob_temperature", default))
+def _temperature(rollout: Rollout) -> float:
+    """The temperature that the rollout's log-probabilities are at.
+
+    Raises:
+        InputError: sequences at different temperatures.
+    """
+    found = rollout.temperatures.unique().tolist()
+    if len(found) > 1:
+        raise InputError(f"the rollout's sequences are at temperatures {found}; recompute one temperature at a time")
+    return float(found[0])
 
 
 def _join_main_grad(parameter: Any) -> None:

@@ -25,6 +25,14 @@ def uncovered(model: Any) -> list[str]:
     return found
 
 
+def changed_logits(config: Any) -> list[str]:
+    """What an engine's configuration does to the logits before it samples, outside a request's sampling parameters."""
+    found = [f"logits processor {processor}" for processor in config.model_config.logits_processors or ()]
+    if getattr(config, "watermark_config", None) is not None:
+        found.append("watermarking")
+    return found
+
+
 def _walk(name: str, module: Any, found: list[str]) -> None:
     if _served(module):
         return

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from mindspeed_tpi.errors import ContractError
 from mindspeed_tpi.parity.compare import compare
 from mindspeed_tpi.parity.request import EngineOptions, Request
+from mindspeed_tpi.parity.rollout import Rollout
 from mindspeed_tpi.parity.trainer import Trainer
 from tests.models import random_prompts, write_model
 from tests.parity.conftest import Case, assert_exact, roll_out
@@ -52,11 +54,14 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_logdiff_is_zero(cases: dict[str, Case], scaling: str) -> None:
+def test_logdiff_is_zero(cases: dict[str, Case], scaling: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = cases[scaling]
     trainer = Trainer(case.request)
     assert_exact(case, trainer.logprobs(case.rollout))
     rotary = trainer.model.rotary_pos_emb
     rotary.rope_config = replace(rotary.rope_config, scaling="default", parameters=())
+    with pytest.raises(ContractError, match="rope_table"):
+        trainer.logprobs(case.rollout)
+    monkeypatch.setattr(Rollout, "check_contract", lambda *_: None)
     unscaled = compare(case.rollout, trainer.logprobs(case.rollout), case.expected_tokens)
     assert unscaled.nonzero > unscaled.tokens // 2

