@@ -12,6 +12,7 @@ import tempfile
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from mindspeed_tpi.page import text_table
 from mindspeed_tpi.parity import driver, prompts, report
 from mindspeed_tpi.parity.request import Request
 
@@ -44,7 +45,7 @@ def main() -> int:
             temperature=1.0,
         )
         result = driver.run(request, stock=request, announce=print)
-    print(report.text_table(report.rows(result)))
+    print(text_table(report.rows(result)))
     print(report.verdict(result))
     return 0 if result.exact else 1
 

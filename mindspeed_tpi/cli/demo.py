@@ -20,6 +20,7 @@ from pathlib import Path
 
 from mindspeed_tpi import versions
 from mindspeed_tpi.errors import InputError
+from mindspeed_tpi.page import text_table
 from mindspeed_tpi.parity import driver, prompts, report
 from mindspeed_tpi.parity.request import EngineOptions, Request
 
@@ -70,8 +71,8 @@ def show(result: driver.Result, out: Path, command: str, must_happen: tuple[str,
         must_happen: engine counters of the parity run that must not be 0.
     """
     out.mkdir(parents=True, exist_ok=True)
-    print(report.text_table(report.rows(result)))
-    print(report.text_table(report.counters_table(result)))
+    print(text_table(report.rows(result)))
+    print(text_table(report.counters_table(result)))
     print(report.verdict(result))
     files = {
         "logdiff.png": report.picture(result),

@@ -24,7 +24,7 @@ import mindspeed_tpi
 from mindspeed_tpi import audit, contract, envs, patches, versions
 from mindspeed_tpi.errors import BackendError
 from mindspeed_tpi.ops import backends
-from mindspeed_tpi.parity.report import text_table
+from mindspeed_tpi.page import text_table
 from mindspeed_tpi.patching import Registry, Status
 from mindspeed_tpi.platform import cpu
 

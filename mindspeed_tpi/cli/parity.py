@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_tpi.errors import InputError
+from mindspeed_tpi.page import require_matplotlib, text_table
 from mindspeed_tpi.parallel.layout import Layout
 from mindspeed_tpi.parity import driver, prompts, report
 from mindspeed_tpi.parity.megatron import check_model
@@ -77,13 +78,13 @@ def run(options: argparse.Namespace) -> int:
         if not path.absolute().parent.is_dir():
             raise InputError(f"cannot write {path}: its directory does not exist; create it first")
     if options.report:
-        report.require_matplotlib()
+        require_matplotlib()
     if options.matrix:
         return _run_matrix(options, request)
     result = driver.run(
         request, stock=request if options.stock else None, announce=lambda line: print(line, file=sys.stderr)
     )
-    print(report.text_table(report.rows(result)))
+    print(text_table(report.rows(result)))
     print(report.verdict(result))
     _write(options, result.to_json(), lambda command: report.page(result, command))
     return 0 if result.exact else 1
@@ -92,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
 def _run_matrix(options: argparse.Namespace, request: Request) -> int:
     trains, rollouts = _layouts(options)
     matrix = driver.run_matrix(request, trains, rollouts, announce=lambda line: print(line, file=sys.stderr))
-    print(report.text_table(report.grid(matrix)))
+    print(text_table(report.grid(matrix)))
     for number, reason in enumerate(report.reasons(matrix), 1):
         print(f"[{number}] {reason}")
     print(report.matrix_verdict(matrix))

@@ -9,6 +9,7 @@ import pytest
 
 from mindspeed_tpi import versions
 from mindspeed_tpi.errors import InputError
+from mindspeed_tpi.page import require_matplotlib, text_table
 from mindspeed_tpi.parity import driver, report
 from mindspeed_tpi.parity.request import Request
 from tests.unit.engines import Engines, write_config
@@ -50,7 +51,7 @@ def test_the_picture_is_a_png(result: driver.Result, tmp_path: Path) -> None:
 
 
 def test_tables_align(result: driver.Result) -> None:
-    lines = report.text_table(report.rows(result)).splitlines()
+    lines = text_table(report.rows(result)).splitlines()
     assert lines[0].split() == ["stock", "parity"]
     assert "tokens that differ" in lines[2] and lines[2].split()[-2:] == ["16", "0"]
     assert len({len(line) for line in lines}) == 1
@@ -59,4 +60,4 @@ def test_tables_align(result: driver.Result) -> None:
 def test_without_matplotlib_a_report_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "installed", lambda name: None)
     with pytest.raises(InputError, match=r"pip install 'mindspeed-tpi\[report\]'"):
-        report.require_matplotlib()
+        require_matplotlib()

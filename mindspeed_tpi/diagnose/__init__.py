@@ -1,0 +1,1 @@
+"""Says why training and rollout log-probabilities differ."""
