@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_tpi import contract, ops
-from mindspeed_tpi.ops import _schemas
+from mindspeed_tpi.ops import schemas
 
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -95,11 +95,11 @@ def attention_cases(quick: bool) -> Iterator[Pair]:
 
         yield "attention prefill", f"bf16 S={s}", lambda: ops.attention(q, k, v, seqs, scale=scale), theirs, 0.6
         segment = contract.current().segment_blocks
-        out, m, l = _schemas.attention(q, k, v, seqs, 1, scale, 0, segment)  # noqa: E741
+        out, m, l = schemas.attention(q, k, v, seqs, 1, scale, 0, segment)  # noqa: E741
         dout = torch.randn_like(q)
 
         def ours_backward() -> object:
-            return _schemas.attention_backward(dout, q, k, v, out, m, l, seqs, 1, scale, 0, segment, False)
+            return schemas.attention_backward(dout, q, k, v, out, m, l, seqs, 1, scale, 0, segment, False)
 
         gq, gk, gv = (t.clone().requires_grad_() for t in (tq, tk, tv))
         y = F.scaled_dot_product_attention(gq, gk, gv, is_causal=True, enable_gqa=True)

@@ -9,13 +9,14 @@ import argparse
 import importlib
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import ascend_roofline
 
 from mindspeed_tpi import envs, patches
-from mindspeed_tpi.ops import _schemas, backends
+from mindspeed_tpi.ops import backends
+from mindspeed_tpi.ops.table import OPERATORS
 from mindspeed_tpi.patching import Patch
 from mindspeed_tpi.platform import cpu
 
@@ -60,24 +61,39 @@ def patch_table() -> str:
 def operators() -> str:
     ours = {name: path for name, path in sorted(backends.available().items()) if path.startswith("mindspeed_tpi.")}
     modules = [importlib.import_module(path) for path in ours.values()]
-    rows = [[f"`{op}`", *("yes" if hasattr(module, op) else "" for module in modules)] for op in _schemas.OPS]
+    rows = [[f"`{op}`", *("yes" if hasattr(module, op) else "" for module in modules)] for op in OPERATORS]
     return (
         "# Operators and backends\n\nWhat each computes, in which order: [op-schemas.md](op-schemas.md).\n\n"
         + table(["operator", *ours], rows)
     )
 
 
-def ascend() -> str:
-    """The page as written, each table between its marks computed again."""
+def filled(page: str, make: Callable[[str], str]) -> str:
+    """A hand-written page, each table between `<!-- table: NAME -->` and `<!-- end -->` made anew."""
 
     def fill(match: re.Match[str]) -> str:
-        return f"<!-- table: {match[1]} -->\n\n{ascend_roofline.TABLES[match[1]]()}\n\n<!-- end -->"
+        return f"<!-- table: {match[1]} -->\n\n{make(match[1])}\n\n<!-- end -->"
 
-    text = (DOCS / "ascend.md").read_text(encoding="utf-8")
-    return re.sub(r"<!-- table: (\S+) -->.*?<!-- end -->", fill, text, flags=re.DOTALL)
+    text = (DOCS / page).read_text(encoding="utf-8")
+    return re.sub(r"<!-- table: (.+?) -->.*?<!-- end -->", fill, text, flags=re.DOTALL)
 
 
-PAGES = {"env-flags.md": env_flags, "patches.md": patch_table, "operators.md": operators, "ascend.md": ascend}
+def family(name: str) -> str:
+    rows = [[f"`{row.signature}`", row.meaning] for row in OPERATORS.values() if row.family == name]
+    return table(["operator", "meaning"], rows)
+
+
+def written(make: Callable[[], str]) -> str:
+    return f"{NOTE}\n\n{make()}\n"
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "env-flags.md": lambda: written(env_flags),
+    "patches.md": lambda: written(patch_table),
+    "operators.md": lambda: written(operators),
+    "op-schemas.md": lambda: filled("op-schemas.md", family),
+    "ascend.md": lambda: filled("ascend.md", lambda name: ascend_roofline.TABLES[name]()),
+}
 
 
 def main() -> int:
@@ -86,7 +102,7 @@ def main() -> int:
     check = parser.parse_args().check
     stale = []
     for name, make in PAGES.items():
-        path, text = DOCS / name, make() if make is ascend else f"{NOTE}\n\n{make()}\n"
+        path, text = DOCS / name, make()
         if not path.is_file() or path.read_text(encoding="utf-8") != text:
             stale.append(name)
             if not check:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mindspeed_tpi.ops import _schemas as schemas
+from mindspeed_tpi.ops import schemas
 
 
 class RunningTree:

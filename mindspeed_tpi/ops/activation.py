@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_tpi.ops import _schemas as schemas
+from mindspeed_tpi.ops import schemas
 from mindspeed_tpi.ops._autograd import needs_grad
 
 
@@ -38,4 +38,4 @@ def _backward(ctx: Any, dy: Tensor) -> Tensor:
     return schemas.swiglu_backward(dy, *ctx.saved_tensors)
 
 
-torch.library.register_autograd(f"{schemas.NAMESPACE}::swiglu", _backward, setup_context=_setup, lib=schemas.LIBRARY)
+schemas.register_autograd("swiglu", _backward, _setup)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_tpi import contract
-from mindspeed_tpi.ops import _schemas as schemas
+from mindspeed_tpi.ops import schemas
 from mindspeed_tpi.ops._autograd import needs_grad
 
 
@@ -106,4 +106,4 @@ def _backward(ctx: Any, dout: Tensor, dm: Tensor, dl: Tensor) -> tuple[Any, ...]
     return (*_gradients(ctx, dout), None, None, None, None, None)
 
 
-torch.library.register_autograd(f"{schemas.NAMESPACE}::attention", _backward, setup_context=_setup, lib=schemas.LIBRARY)
+schemas.register_autograd("attention", _backward, _setup)

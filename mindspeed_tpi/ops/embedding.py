@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_tpi.ops import _schemas as schemas
+from mindspeed_tpi.ops import schemas
 from mindspeed_tpi.ops._autograd import needs_grad, parameter_gradient
 
 
@@ -62,4 +62,4 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     return _gradient(ctx, dy), None, None, None
 
 
-torch.library.register_autograd(f"{schemas.NAMESPACE}::embedding", _backward, setup_context=_setup, lib=schemas.LIBRARY)
+schemas.register_autograd("embedding", _backward, _setup)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mindspeed_tpi import contract
 from mindspeed_tpi.contract import Leaves
-from mindspeed_tpi.ops import _schemas as schemas
+from mindspeed_tpi.ops import schemas
 from mindspeed_tpi.ops._autograd import needs_grad, parameter_gradient, spans
 
 
@@ -129,4 +129,4 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     return (*_gradients(ctx, dy, None, False, 1, None), None, None, None)
 
 
-torch.library.register_autograd(f"{schemas.NAMESPACE}::linear", _backward, setup_context=_setup, lib=schemas.LIBRARY)
+schemas.register_autograd("linear", _backward, _setup)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_tpi import contract
-from mindspeed_tpi.ops import _schemas as schemas
+from mindspeed_tpi.ops import schemas
 from mindspeed_tpi.ops._autograd import needs_grad, parameter_gradient
 from mindspeed_tpi.ops._running_tree import RunningTree
 from mindspeed_tpi.ops.linear import linear_dw

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mindspeed_tpi import contract
 from mindspeed_tpi.contract import Leaves
-from mindspeed_tpi.ops import _schemas as schemas
+from mindspeed_tpi.ops import schemas
 from mindspeed_tpi.ops._autograd import needs_grad
 
 
@@ -136,10 +136,5 @@ def _backward_gate(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:
     return schemas.sigmoid_gate_backward(dout, *ctx.saved_tensors)
 
 
-for _name, _backward, _setup in (
-    ("moe_route", _backward_route, _setup_route),
-    ("sigmoid_gate", _backward_gate, _setup_gate),
-):
-    torch.library.register_autograd(
-        f"{schemas.NAMESPACE}::{_name}", _backward, setup_context=_setup, lib=schemas.LIBRARY
-    )
+schemas.register_autograd("moe_route", _backward_route, _setup_route)
+schemas.register_autograd("sigmoid_gate", _backward_gate, _setup_gate)

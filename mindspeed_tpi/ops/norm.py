@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_tpi.ops import _schemas as schemas
+from mindspeed_tpi.ops import schemas
 from mindspeed_tpi.ops._autograd import needs_grad, parameter_gradient, spans
 
 
@@ -128,10 +128,6 @@ def _backward_add(ctx: Any, dy: Tensor, dtotal: Tensor, drstd: Tensor) -> tuple[
     return dx, dx, dw, None
 
 
-torch.library.register_autograd(
-    f"{schemas.NAMESPACE}::residual_add", lambda ctx, dout: (dout, dout), lib=schemas.LIBRARY
-)
-torch.library.register_autograd(f"{schemas.NAMESPACE}::rms_norm", _backward, setup_context=_setup, lib=schemas.LIBRARY)
-torch.library.register_autograd(
-    f"{schemas.NAMESPACE}::add_rms_norm", _backward_add, setup_context=_setup_add, lib=schemas.LIBRARY
-)
+schemas.register_autograd("residual_add", lambda ctx, dout: (dout, dout))
+schemas.register_autograd("rms_norm", _backward, _setup)
+schemas.register_autograd("add_rms_norm", _backward_add, _setup_add)

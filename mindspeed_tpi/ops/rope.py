@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_tpi.errors import InputError
-from mindspeed_tpi.ops import _schemas as schemas
+from mindspeed_tpi.ops import schemas
 from mindspeed_tpi.ops._autograd import needs_grad
 
 SCALINGS = ("default", "linear", "llama3", "yarn")
@@ -192,4 +192,4 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     return schemas.rope(dy, *ctx.saved_tensors, not ctx.inverse), None, None, None, None
 
 
-torch.library.register_autograd(f"{schemas.NAMESPACE}::rope", _backward, setup_context=_setup, lib=schemas.LIBRARY)
+schemas.register_autograd("rope", _backward, _setup)

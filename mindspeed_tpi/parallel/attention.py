@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mindspeed_tpi import contract, ops
 from mindspeed_tpi.errors import LayoutError
-from mindspeed_tpi.ops import _schemas as schemas
+from mindspeed_tpi.ops import schemas
 from mindspeed_tpi.ops._autograd import needs_grad
 from mindspeed_tpi.parallel import tree, zigzag
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_tpi import ops
-from mindspeed_tpi.ops import _schemas as schemas
+from mindspeed_tpi.ops import schemas
 from mindspeed_tpi.ops._autograd import needs_grad
 from mindspeed_tpi.parallel import tree, zigzag
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mindspeed_tpi import contract, ops
 from mindspeed_tpi.contract import Leaves
-from mindspeed_tpi.ops import _schemas as schemas
+from mindspeed_tpi.ops import schemas
 from mindspeed_tpi.ops._autograd import needs_grad, parameter_gradient, spans
 from mindspeed_tpi.parallel import tree, zigzag
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_tpi import ops
-from mindspeed_tpi.ops import _schemas as schemas
+from mindspeed_tpi.ops import schemas
 from mindspeed_tpi.ops._autograd import needs_grad, spans
 from mindspeed_tpi.parallel import tree, zigzag
 from mindspeed_tpi.parallel.linear import span_gradient

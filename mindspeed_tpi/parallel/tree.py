@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_tpi.errors import LayoutError
-from mindspeed_tpi.ops import _schemas as schemas
+from mindspeed_tpi.ops import schemas
 
 GATHER_ROWS = 32  # up to here one all_gather is faster than two collectives
 

@@ -8,7 +8,7 @@ from itertools import count, islice
 import pytest
 import torch
 
-from mindspeed_tpi.ops import _schemas
+from mindspeed_tpi.ops import schemas
 from mindspeed_tpi.ops.backends import cpu
 from tests.ops import cases
 
@@ -21,12 +21,12 @@ def _finite_cases(operator: str) -> Iterator[cases.Case]:
             yield case
 
 
-@pytest.mark.parametrize("operator", _schemas.OPS)
+@pytest.mark.parametrize("operator", schemas.OPS)
 def test_opcheck(operator: str) -> None:
     for case in islice(_finite_cases(operator), 2):
         args = tuple(a.contiguous() if isinstance(a, torch.Tensor) else a for a in case.args)
-        torch.library.opcheck(_schemas.OPS[operator].overload, args)
+        torch.library.opcheck(schemas.OPS[operator].overload, args)
 
 
 def test_every_operator_has_cases() -> None:
-    assert set(cases.BUILDERS) == {*_schemas.OPS, "exp", "log"}
+    assert set(cases.BUILDERS) == set(schemas.OPS)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_tpi import contract, ops
-from mindspeed_tpi.ops import _schemas as schemas
+from mindspeed_tpi.ops import schemas
 from mindspeed_tpi.parallel import tree, zigzag
 from mindspeed_tpi.parallel.attention import (
     context_parallel_attention,

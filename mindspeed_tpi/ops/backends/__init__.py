@@ -1,7 +1,10 @@
-"""Which implementation serves the operators: a registry of named backends, of which one is active in a process.
+"""Which implementation serves the operators: named backends, of which one serves each type of device in a process.
 
-A backend is a module with one function per operator schema, plus
+A backend is a module with
 
+- one function per operator of `ops/table.py` that it serves, with the row's positional parameters;
+- `DEVICE`: the `torch.device` type of the operands it takes;
+- `CHECKS_OPERANDS` (optional, default False): its functions refuse by themselves what `ops/checks.py` refuses;
 - `check(contract)`: raise `BackendError` for a contract constant it cannot follow;
 - `describe() -> dict`: what it runs on (library, CPU features), for reports.
 
@@ -21,6 +24,7 @@ from typing import Any
 
 from mindspeed_tpi import contract, envs
 from mindspeed_tpi.errors import BackendError
+from mindspeed_tpi.ops.checks import checked
 
 logger = logging.getLogger("mindspeed_tpi")
 
@@ -33,6 +37,12 @@ class Backend:
 
     name: str
     module: ModuleType
+
+    @property
+    def device(self) -> str:
+        """The `torch.device` type it serves."""
+        served: str = self.module.DEVICE
+        return served
 
     def describe(self) -> dict[str, Any]:
         """What it runs on."""
@@ -48,8 +58,8 @@ def available() -> dict[str, str]:
     }
 
 
-_active: Backend | None = None
-_kernels: dict[str, Callable[..., Any]] = {}
+_active: dict[str, Backend] = {}  # by type of device
+_kernels: dict[tuple[str, str], Callable[..., Any]] = {}  # by operator and type of device
 _counts: Counter[str] = Counter()
 
 
@@ -68,24 +78,32 @@ def load(name: str) -> Backend:
 
 
 def use(name: str) -> Backend:
-    """Make a backend the active one of this process."""
-    global _active
-    _active = load(name)
+    """Make a backend the one of its type of device in this process."""
+    backend = load(name)
+    _active[backend.device] = backend
     _kernels.clear()
-    return _active
+    return backend
 
 
-def active() -> Backend:
-    """The active backend; the first call chooses it by `MINDSPEED_TPI_BACKEND`.
+def active(device: str = "cpu") -> Backend:
+    """The backend of a type of device; the first call chooses it by `MINDSPEED_TPI_BACKEND`.
 
     Raises:
-        BackendError: it cannot be loaded. With `auto` outside strict mode the reference backend takes over, with a warning.
+        BackendError: there is none, or it cannot be loaded. With `auto` outside strict mode the reference backend takes over
+            on the CPU, with a warning.
     """
-    if _active is not None:
-        return _active
+    if device in _active:
+        return _active[device]
     name = envs.BACKEND.get()
-    if name != "auto":
+    if name != "auto" and load(name).device == device:
         return use(name)
+    if device != "cpu":
+        for candidate in sorted(available().keys() - {"cpu", "reference"}):
+            if load(candidate).device == device:
+                return use(candidate)
+        raise BackendError(
+            f"no backend serves operands on {device!r}; registered: {', '.join(sorted(available()))}. Move them to the CPU"
+        )
     try:
         return use("cpu")
     except BackendError as error:
@@ -95,13 +113,22 @@ def active() -> Backend:
         return use("reference")
 
 
-def call(name: str, args: tuple[Any, ...]) -> Any:
-    """Run one operator on the active backend and count the call."""
-    kernel = _kernels.get(name)
-    if kernel is None:
-        kernel = _kernels[name] = getattr(active().module, name)
+def kernel(name: str, device: str) -> Callable[..., Any]:
+    """The implementation of one operator for operands on one type of device, behind its checks; counts a call.
+
+    Raises:
+        BackendError: no backend serves that device, or it lacks the operator.
+    """
     _counts[name] += 1
-    return kernel(*args)
+    found = _kernels.get((name, device))
+    if found is None:
+        backend = active(device)
+        function = getattr(backend.module, name, None)
+        if function is None:
+            raise BackendError(f"the {backend.name} backend has no operator {name!r}; see docs/operators.md")
+        found = function if getattr(backend.module, "CHECKS_OPERANDS", False) else checked(name, function)
+        _kernels[name, device] = found
+    return found
 
 
 def call_counts() -> dict[str, int]:

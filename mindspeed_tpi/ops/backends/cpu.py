@@ -18,6 +18,7 @@ from torch import Tensor
 from mindspeed_tpi.contract import KERNEL_SEMANTICS, NumericsContract
 from mindspeed_tpi.errors import BackendError
 
+DEVICE = "cpu"
 LIBRARY_PATH = Path(__file__).resolve().parents[2] / "lib" / "libmindspeed_tpi.so"
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
