@@ -145,12 +145,12 @@ class NumericsContract:
 
     def to_json(self) -> str:
         """Canonical JSON: sorted keys, no spaces, ASCII."""
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        return _canonical(asdict(self))
 
     @property
     def fingerprint(self) -> str:
         """SHA-256 of the canonical JSON, in hexadecimal."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()
+        return fingerprint_of(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> NumericsContract:
@@ -211,6 +211,15 @@ class NumericsContract:
                 f"{theirs} was made under another numerics contract: {'; '.join(differing)}. "
                 "Run both sides with the same MINDSPEED_TPI_CONTRACT, model configuration and kernel version."
             )
+
+
+def _canonical(document: Mapping[str, Any]) -> str:
+    return json.dumps(document, sort_keys=True, separators=(",", ":"))
+
+
+def fingerprint_of(document: Mapping[str, Any]) -> str:
+    """The fingerprint of a contract in parsed JSON, also of a version that this package does not implement."""
+    return hashlib.sha256(_canonical(document).encode()).hexdigest()
 
 
 def _parse(text: str) -> dict[str, Any]:

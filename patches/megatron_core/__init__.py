@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mindspeed_tpi.patches.megatron_core.dist_checkpointing import serialization
 from mindspeed_tpi.patches.megatron_core.distributed import (
     distributed_data_parallel,
     finalize_model_grads,
@@ -43,4 +44,5 @@ PATCHES: tuple[Patch, ...] = (
     *finalize_model_grads.PATCHES,
     *param_and_grad_buffer.PATCHES,
     *clip_grads.PATCHES,
+    *serialization.PATCHES,
 )

@@ -5,10 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 from mindspeed_tpi import ops
 from mindspeed_tpi.patches.megatron_core.support import UNTIL, VERSIONS, check_vocab, served
 from mindspeed_tpi.patching import Patch
+
+BUILT: WeakSet[Any] = WeakSet()
+"""The served GPTModels of this process."""
 
 
 def init(original: Callable[..., None]) -> Callable[..., None]:
@@ -25,6 +29,7 @@ def init(original: Callable[..., None]) -> Callable[..., None]:
         model = bound.arguments["self"]
         if ours and hasattr(model, "rotary_pos_emb"):
             model.rotary_pos_emb.rope_config = rope_config(model, bound.arguments)
+            BUILT.add(model)
 
     return gpt_model_init
 

@@ -1,0 +1,78 @@
+"""Megatron-core's distributed checkpoints carry the contract's fingerprint and refuse another; bits survive the way."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from weakref import WeakSet
+
+import pytest
+import torch
+
+from mindspeed_tpi import contract, contract_of
+from mindspeed_tpi.errors import ContractError
+from mindspeed_tpi.parity.trainer import Trainer
+from mindspeed_tpi.patches.megatron_core.dist_checkpointing import serialization
+from tests.patches.megatron_core.conftest import rollout_for, same_bits
+
+
+def test_a_checkpoint_carries_its_contract(
+    trainer: Callable[..., Trainer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from megatron.core import dist_checkpointing
+
+    t = trainer("llama-tied")
+    monkeypatch.setattr(serialization, "BUILT", WeakSet([t.model]))  # other tests' models may still live
+    before = t.logprobs(rollout_for(t))
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    state = {"model": t.model.sharded_state_dict(), "iteration": 3}
+    dist_checkpointing.save(state, str(saved))
+    assert set(state) == {"model", "iteration"}
+    document = torch.load(saved / "common.pt", weights_only=False)[serialization.KEY]
+    assert document["fingerprint"] == contract_of(t.model).fingerprint
+    assert document["contract"] == json.loads(contract_of(t.model).to_json())
+
+    with torch.no_grad():
+        for parameter in t.model.parameters():
+            parameter.zero_()
+    loaded = dist_checkpointing.load({"model": t.model.sharded_state_dict()}, str(saved))
+    assert set(loaded) == {"model", "iteration"}
+    t.model.load_state_dict(loaded["model"])
+    assert same_bits(t.logprobs(rollout_for(t)), before)
+
+    def load(directory: Path) -> None:
+        dist_checkpointing.load({"model": t.model.sharded_state_dict()}, str(directory))
+
+    whole = t.model.rotary_pos_emb.rope_config
+    t.model.rotary_pos_emb.rope_config = replace(whole, theta=5.0)
+    with pytest.raises(
+        ContractError, match=r"saved was trained under another .*rope_table \(here .*MINDSPEED_TPI_CONTRACT"
+    ):
+        load(saved)
+    t.model.rotary_pos_emb.rope_config = whole
+    contract.set_current(replace(contract.current(), leaf=64))
+    try:
+        with pytest.raises(ContractError, match=r"leaf \(here 64, there 128\)"):
+            load(saved)
+        monkeypatch.setenv("MINDSPEED_TPI", "1")
+        with caplog.at_level(logging.WARNING, "mindspeed_tpi"):
+            load(saved)
+        assert "leaf (here 64, there 128)" in caplog.text
+        monkeypatch.setenv("MINDSPEED_TPI", "strict")
+    finally:
+        contract.set_current(None)
+
+    common = torch.load(saved / "common.pt", weights_only=False)
+    common[serialization.KEY]["contract"]["leaf"] = 64
+    torch.save(common, saved / "common.pt")
+    with pytest.raises(ContractError, match="is not that of its contract"):
+        load(saved)
+    del common[serialization.KEY]
+    torch.save(common, saved / "common.pt")
+    with caplog.at_level(logging.WARNING, "mindspeed_tpi"):
+        load(saved)
+    assert "carries no numerics contract" in caplog.text
