@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -21,6 +22,7 @@ from mindspeed_tpi.errors import ContractError, InputError, LayoutError
 from mindspeed_tpi.parity.megatron import start_megatron
 from tests.models import write_model
 from tests.parity.conftest import ROOT
+from tests.parity.user_rollout import PAGE, snippets
 
 SIZES = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 96, "vocab": 120}
 THETA = 1e6
@@ -33,7 +35,7 @@ def user(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     out = tmp_path_factory.mktemp("records")
     settings = {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR",
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": str(ROOT)}  # fmt: skip
-    command = [sys.executable, "tests/parity/user_rollout.py", str(model), str(out)]
+    command = [sys.executable, "-m", "tests.parity.user_rollout", str(model), str(out)]
     running = [
         subprocess.Popen(
             command, cwd=ROOT, env={**os.environ, **settings, "MINDSPEED_TPI": mode}, stderr=subprocess.PIPE
@@ -194,6 +196,37 @@ def test_packed_fused_and_entropy_have_the_same_bits(records: dict[str, mindspee
         packed = mindspeed_tpi.logprobs(logits, packed_labels, temperature=0.7, model=model)[0]
     shifted = torch.cat([torch.tensor([torch.nan]), packed[:-1]])
     assert mindspeed_tpi.check(rollout, model, shifted, temperature=0.7).exact
+
+
+def test_every_snippet_of_the_page_runs(model: Any, user: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one has run in the engine's process and left rollout.safetensors."""
+    monkeypatch.chdir(user[1])
+    wire = json.loads((user[1] / "wire.json").read_text())
+    rollout = mindspeed_tpi.Rollout.load("rollout.safetensors")
+    tokens, labels = batch(rollout)
+    hidden = torch.zeros(*labels.shape, SIZES["hidden"], dtype=torch.bfloat16)
+    names = {
+        **{name: wire[name] for name in ("prompts", "completions", "logprobs")},
+        "reports": wire["engine"],
+        "model": model,
+        "tokens": tokens,
+        "labels": labels,
+        "position_ids": positions_of(tokens),
+        "hidden": hidden,
+        "lm_head": model.output_layer.weight,
+    }
+    for snippet in snippets()[1:]:
+        exec(snippet, names)
+    assert names["logprob"].shape == labels.shape
+
+
+def test_the_page_names_all_that_is_public() -> None:
+    table = set(re.findall(r"`(\w+)[(`]", PAGE.read_text().partition("\n\nBad input")[0]))
+    assert set(mindspeed_tpi.__all__) - {"__version__"} <= table
+    for name in mindspeed_tpi.__all__:
+        assert getattr(mindspeed_tpi, name) is not None and name in dir(mindspeed_tpi)
+    with pytest.raises(AttributeError, match="no attribute 'compare'"):
+        _ = mindspeed_tpi.compare
 
 
 def refused(rollout: mindspeed_tpi.Rollout, model: Any, message: str, **said: Any) -> None:

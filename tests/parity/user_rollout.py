@@ -1,4 +1,5 @@
-"""A user's own rollout script: vLLM's LLM and the public API, nothing of `mindspeed_tpi.parity`.
+"""A user's own rollout script: the first snippet of docs/api.md, then more of vLLM's LLM and the public API; nothing of
+`mindspeed_tpi.parity`.
 
 python tests/parity/user_rollout.py MODEL OUT      (a stock engine with MINDSPEED_TPI=0)
 """
@@ -7,25 +8,44 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 PROMPTS = [[3, 14, 15, 92, 65, 35], list(range(40, 110)), [7]]
 
 
+def snippets() -> list[str]:
+    """The Python snippets of the API's page, in order."""
+    return re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
 def main(model: str, out: Path) -> None:
-    from vllm import LLM, SamplingParams
+    import vllm
 
     from mindspeed_tpi import Rollout
 
-    llm = LLM(model, logprobs_mode="processed_logprobs", max_model_len=160, max_num_batched_tokens=32, max_num_seqs=4,
-              skip_tokenizer_init=True, enforce_eager=True, block_size=32, generation_config="vllm", seed=5)  # fmt: skip
+    settings = {"max_model_len": 160, "max_num_batched_tokens": 32, "max_num_seqs": 4, "skip_tokenizer_init": True,
+                "enforce_eager": True, "block_size": 32, "generation_config": "vllm", "seed": 5}  # fmt: skip
     stock = os.environ["MINDSPEED_TPI"] == "0"
+    prompts: Any = [{"prompt_token_ids": p} for p in PROMPTS]
+    SamplingParams = vllm.SamplingParams
+    if stock:
+        llm = vllm.LLM(model, logprobs_mode="processed_logprobs", **settings)
+    else:
+        vllm.LLM = partial(vllm.LLM, **settings)
+        os.chdir(out)
+        names: dict[str, Any] = {"model_dir": model, "prompts": prompts}
+        exec(snippets()[0], names)
+        llm = names["llm"]
     common = {"max_tokens": 6, "logprobs": 0, "detokenize": False, "ignore_eos": True}
 
     def generate(name: str, **own: object) -> None:
         parameters = SamplingParams(**common, **own)
-        outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], parameters, use_tqdm=False)
+        outputs = llm.generate(prompts, parameters, use_tqdm=False)
         rollout = Rollout.from_vllm(outputs, llm, sampling=parameters if stock else None)
         rollout.save(out / f"{name}.safetensors")
         if name == "several":  # the same over a wire, as a server would send it

@@ -34,6 +34,8 @@ def test_import_needs_no_upstream() -> None:
         "sys.meta_path.insert(0, Block())\n"
         "import mindspeed_tpi\n"
         "assert mindspeed_tpi.patch_status() and all(s.state in ('pending', 'not needed', 'applied') for s in mindspeed_tpi.patch_status())\n"
+        "assert not any(m.startswith('mindspeed_tpi.parity') for m in sys.modules)\n"
+        "assert mindspeed_tpi.Rollout.load and mindspeed_tpi.check and mindspeed_tpi.logprobs and mindspeed_tpi.contract_of\n"
         "mindspeed_tpi.disable()"
     )
     result = run(block, MINDSPEED_TPI="strict")
