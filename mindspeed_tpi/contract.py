@@ -12,24 +12,28 @@ import os
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 from mindspeed_tpi import envs
 from mindspeed_tpi.errors import ContractError, LayoutError
 
-VERSION = 1
-KERNEL_SEMANTICS = 2
+VERSION = 2
+KERNEL_SEMANTICS = 3
+
+Role = Literal["whole", "tensor", "expert"]
+"""Who may cut a reduction: nobody, tensor-parallel ranks, or the ranks that share an expert."""
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "family": ("cpu", "ascendc"),
-    "isa": ("x86-64", "aarch64"),
-    "leaf_order": ("chain",),
+    "isa": ("x86-64", "aarch64", "dav-2201"),
+    "leaf_order": ("chain", "cube"),
+    "attention_gradient": ("add", "chain"),
     "multiply_add": ("fma", "mul-add"),
     "transcendental": ("polynomial", "hardware"),
     "subnormals": ("flush", "keep"),
     "p_dtype": ("float32", "input"),
 }
-_POWERS_OF_TWO = ("max_tp", "kv_block", "segment_blocks", "lanes", "vocab_align")
+_POWERS_OF_TWO = ("max_tp", "max_etp", "max_cp", "kv_block", "segment_blocks", "lanes", "vocab_align")
 _MACHINES = {"x86_64": "x86-64", "amd64": "x86-64", "aarch64": "aarch64", "arm64": "aarch64"}
 
 
@@ -56,23 +60,23 @@ class Leaves:
 
 @dataclass(frozen=True)
 class NumericsContract:
-    """Constants of the numerics contract, version 1 (`docs/numerics-contract.md`).
+    """Constants of the numerics contract, version 2 (`docs/numerics-contract.md`); the defaults are the CPU's column.
 
     Attributes:
         family: backend family; bits are promised within one family only.
-        isa: decides whether tininess is detected before or after rounding; bits at the underflow boundary depend on it.
-        leaf: longest chain of a linear reduction whose length has enough factors of two.
-        leaf_order: order inside a leaf.
-        max_tp: largest tensor-parallel size for which equal bits are promised.
+        isa: on CPUs it decides whether tininess is detected before or after rounding, and with it bits at the underflow boundary.
+        leaf: longest leaf of a linear reduction whose length has enough factors of two.
+        leaf_order: order of a matrix product inside a leaf: one `chain`, or the `cube`'s fractals (section 2).
+        max_tp, max_etp, max_cp: largest tensor-, expert-tensor- and context-parallel sizes for which equal bits are promised.
         multiply_add: `fma` or `mul-add`, outside matrix products.
         transcendental: the project's own exp and log, or the hardware's.
         subnormals: flushed to zero or kept.
         p_dtype: dtype of P before PV and of dS: `float32`, or `input` (that of the operands).
+        attention_gradient: blocks of a segment are each summed from +0 and `add`ed, or continue one `chain` (section 3).
         kv_block: keys per online-softmax block, aligned at position 0.
         segment_blocks: blocks per segment; segments start fresh and merge left to right.
         lanes: accumulators of a lane tree.
         vocab_leaf, vocab_align, vocab_align_from: cut of the vocabulary (see `vocab_leaves`).
-        casts: the rounding points, as (what, dtype) pairs.
         rope_table: SHA-256 of the first 4,096 rows of the model's f32 cos/sin tables (`ops.table_hash`); empty when no model is bound.
     """
 
@@ -83,29 +87,19 @@ class NumericsContract:
     leaf: int = 128
     leaf_order: str = "chain"
     max_tp: int = 8
+    max_etp: int = 8
+    max_cp: int = 8
     multiply_add: str = "fma"
     transcendental: str = "polynomial"
     subnormals: str = "flush"
     p_dtype: str = "float32"
+    attention_gradient: str = "add"
     kv_block: int = 128
     segment_blocks: int = 16
     lanes: int = 64
     vocab_leaf: int = 2048
     vocab_align: int = 16
     vocab_align_from: int = 16384
-    casts: tuple[tuple[str, str], ...] = (
-        ("accumulate", "float32"),
-        ("tree_node", "float32"),
-        ("linear_out", "storage"),
-        ("logits", "float32"),
-        ("router_logits", "float32"),
-        ("norm_before_weight", "storage"),
-        ("norm_out", "storage"),
-        ("rope_table", "float32"),
-        ("residual_add", "storage"),
-        ("activation_gradient", "storage"),
-        ("parameter_gradient", "float32"),
-    )
     rope_table: str = ""
 
     def __post_init__(self) -> None:
@@ -120,15 +114,22 @@ class NumericsContract:
         if self.version != VERSION:
             raise ContractError(f"contract version {self.version} is not known here; this package implements {VERSION}")
 
-    def leaves(self, length: int) -> Leaves:
-        """Leaves of a linear reduction over `length` elements: at most `leaf` long and at least `max_tp` many, as far as
-        `length` can be halved exactly (contract section 1)."""
+    def leaves(self, length: int, role: Role) -> Leaves:
+        """Leaves of a linear reduction over `length` elements: at most `leaf` long, and as many as the largest layout has
+        ranks, as far as `length` can be halved exactly (contract section 1).
+
+        Args:
+            role: `whole` where no layout cuts the reduction (K = hidden of QKV, gate and up, head, router; N = hidden of a
+                row-parallel dX); `tensor` for row-parallel K and column-parallel N; `expert` for the width of an expert.
+        """
         if length < 1:
             raise ContractError(f"a reduction over {length} elements has no leaves; it needs at least 1")
-        d = 0
-        while length % (2 << d) == 0 and (length >> d > self.leaf or 1 << d < self.max_tp):
-            d += 1
-        return Leaves(length >> d, 1 << d)
+        return _halved(length, self.leaf, {"whole": 1, "tensor": self.max_tp, "expert": self.max_etp}[role])
+
+    def query_segments(self, length: int) -> Leaves:
+        """Segments of a row of `length` positions over whose queries the gradients of K and V are a tree: the two chunks of
+        every context-parallel rank are whole segments (contract section 3)."""
+        return _halved(max(length, 1), self.kv_block * self.segment_blocks, 2 * self.max_cp)
 
     def vocab_leaves(self, vocab: int) -> Leaves:
         """Leaves of reductions over the vocabulary (contract section 6); the last ones may be short or empty."""
@@ -137,6 +138,11 @@ class NumericsContract:
             d += 1
         align = 1 if vocab < self.vocab_align_from else self.vocab_align
         return Leaves(-(-vocab // (align << d)) * align, 1 << d)
+
+    def head_leaves(self, vocab: int) -> Leaves:
+        """Leaves of the output projection's dX, over N = vocabulary: `max_tp` runs of whole vocabulary leaves."""
+        cut = self.vocab_leaves(vocab)
+        return Leaves(cut.size * (cut.count // self.max_tp), self.max_tp)
 
     def padded_vocab(self, vocab: int) -> int:
         """Rows of a vocabulary-parallel embedding or output projection: whole leaves, whatever the tensor-parallel size."""
@@ -187,8 +193,6 @@ class NumericsContract:
         unknown = sorted(set(changes) - known)
         if unknown:
             raise ContractError(f"unknown contract field {', '.join(unknown)}; fields are {', '.join(sorted(known))}")
-        if "casts" in changes:
-            changes = {**changes, "casts": tuple((str(a), str(b)) for a, b in changes["casts"])}
         return replace(self, **changes)
 
     def differences(self, other: NumericsContract) -> list[str]:
@@ -220,6 +224,14 @@ def _canonical(document: Mapping[str, Any]) -> str:
 def fingerprint_of(document: Mapping[str, Any]) -> str:
     """The fingerprint of a contract in parsed JSON, also of a version that this package does not implement."""
     return hashlib.sha256(_canonical(document).encode()).hexdigest()
+
+
+def _halved(length: int, longest: int, fewest: int) -> Leaves:
+    """`length` halved until no piece is longer than `longest` and there are `fewest`, or it is odd."""
+    d = 0
+    while length % (2 << d) == 0 and (length >> d > longest or 1 << d < fewest):
+        d += 1
+    return Leaves(length >> d, 1 << d)
 
 
 def _parse(text: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mindspeed_tpi import contract, ops
+from mindspeed_tpi.contract import Role
 from mindspeed_tpi.parity.rollout import Rollout
 from mindspeed_tpi.profiles import Profile
 
@@ -38,7 +39,7 @@ class PlainModel:
     def logits(self, tokens: Tensor) -> Tensor:
         """f32 [T, V] for int64 [T]."""
         head = self.weights["model.embed_tokens.weight" if self.profile.tied else "lm_head.weight"]
-        vocab = contract.current().vocab_leaves(self.profile.vocab)
+        vocab = contract.current().head_leaves(self.profile.vocab)
         return ops.linear(self.hidden(tokens), head, dx_leaves=vocab, out_dtype=torch.float32)
 
     def logprobs(self, tokens: Tensor, temperature: float = 1.0) -> Tensor:
@@ -67,7 +68,9 @@ class PlainModel:
             merged = torch.cat(parts, dim=1).flatten(0, 1)
             return merged
 
-        qkv = ops.linear(x, grouped("weight"), grouped("bias") if p.qkv_bias else None)
+        weight = grouped("weight")
+        cut = contract.current().leaves(len(weight), "tensor")
+        qkv = ops.linear(x, weight, grouped("bias") if p.qkv_bias else None, dx_leaves=cut)
         qkv = qkv.unflatten(1, (p.kv_heads, sum(heads), p.head_dim))
         q, k, v = (part.flatten(1, 2) for part in qkv.split(heads, dim=2))
         if p.qk_norm:
@@ -75,7 +78,8 @@ class PlainModel:
         positions = torch.arange(len(x))
         q, k = ops.rope(q, self.cos, self.sin, positions), ops.rope(k, self.cos, self.sin, positions)
         out = ops.attention(q, k, v, ops.causal_seqs([len(x)]), scale=p.head_dim**-0.5, window=p.window)
-        return ops.linear(out.flatten(1), self.weights[prefix + "o_proj.weight"])
+        cut = contract.current().leaves(p.heads * p.head_dim, "tensor")
+        return ops.linear(out.flatten(1), self.weights[prefix + "o_proj.weight"], leaves=cut)
 
     def mlp(self, layer: int, x: Tensor) -> Tensor:
         moe = self.profile.moe
@@ -83,9 +87,11 @@ class PlainModel:
             return self.experts(f"model.layers.{layer}.", x)
         return self.ffn(x, f"model.layers.{layer}.mlp.", ("gate_proj", "up_proj", "down_proj"))
 
-    def ffn(self, x: Tensor, prefix: str, names: tuple[str, str, str]) -> Tensor:
+    def ffn(self, x: Tensor, prefix: str, names: tuple[str, str, str], role: Role = "tensor") -> Tensor:
         gate, up, down = (self.weights[f"{prefix}{name}.weight"] for name in names)
-        return ops.linear(ops.swiglu(ops.linear(x, torch.cat([gate, up]), paired=True)), down)
+        cut = contract.current().leaves(len(gate), role)
+        active = ops.swiglu(ops.linear(x, torch.cat([gate, up]), paired=True, dx_leaves=cut))
+        return ops.linear(active, down, leaves=cut)
 
     def experts(self, prefix: str, x: Tensor) -> Tensor:
         """Token by token, expert by expert; forward only."""
@@ -106,7 +112,7 @@ class PlainModel:
             eps=moe.eps,
         )
         chosen = [(t, e) for t, row in enumerate(ids.tolist()) for e in row]
-        y = torch.cat([self.ffn(x[t : t + 1], f"{prefix}experts.{e}.", names) for t, e in chosen])
+        y = torch.cat([self.ffn(x[t : t + 1], f"{prefix}experts.{e}.", names, "expert") for t, e in chosen])
         out = ops.moe_combine(y, torch.arange(len(chosen)).view(ids.shape), weights)
         if not moe.shared_ffn:
             return out

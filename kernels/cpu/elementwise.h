@@ -25,6 +25,10 @@ inline int for_dtype(int dtype, F f) {
 
 inline bool is_power_of_two(i64 n) { return n > 0 && (n & (n - 1)) == 0; }
 
+// Spans of a row of n tokens, n > 0: as many as asked, as far as n can be halved exactly, so that a rank that owns an
+// aligned part of the row cuts it alike.
+inline i64 span_count(i64 n, i64 spans) { return spans < (n & -n) ? spans : (n & -n); }
+
 // f(first, last) on disjoint ranges that cover [0, units). `work` is the whole cost in element-sized steps.
 template <class F>
 inline void parallel_for(i64 units, i64 work, F f) {

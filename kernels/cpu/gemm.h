@@ -61,14 +61,13 @@ inline float* scratch(i64 floats) {
 // running sum takes in one stored partial per trailing one bit of g, and is stored one level above the last of them.
 struct Reduction {
   i64 n, leaf, block;
-  i64 half;     // n / 2 when paired: [gate; up], whose leaves are taken gate 0, up 0, gate 1, up 1, …; else 0
+  i64 half;     // n / 2 when paired: [gate; up], a leaf is one of gate's and then one of up's; else 0
   int levels;   // stored levels: bits of the last leaf that has elements
   int inner;    // of these, levels that complete inside a block
   bool padded;  // leaves beyond 2^levels exist; all are +0
 
   Reduction(i64 n_, i64 leaf_, i64 leaves, bool paired = false)
-      : n(n_), leaf(max_of(leaf_, 1)), block(leaf), half(paired ? n / 2 : 0), levels(0), inner(0) {
-    if (paired) leaves *= 2;
+      : n(n_), leaf(max_of(leaf_, 1) * (paired ? 2 : 1)), block(leaf), half(paired ? n / 2 : 0), levels(0), inner(0) {
     i64 used = max_of(div_up(n, leaf), 1);
     while ((i64(1) << levels) < used) ++levels;
     padded = leaves > (i64(1) << levels);
@@ -84,9 +83,10 @@ struct Reduction {
   template <class F>
   void for_runs(i64 k0, i64 k1, const F& f) const {
     if (!half) return f(k0, k0, k1 - k0);
+    const i64 part = leaf / 2;
     for (i64 k = k0; k < k1;) {
-      const i64 g = k / leaf, end = min_of((g + 1) * leaf, k1);
-      f(k, g % 2 * half + g / 2 * leaf + k % leaf, end - k);
+      const i64 g = k / part, end = min_of((g + 1) * part, k1);
+      f(k, g % 2 * half + g / 2 * part + k % part, end - k);
       k = end;
     }
   }

@@ -314,9 +314,11 @@ TPI_EXPORT(linear_dw)(int dtype, const void* dy, i64 lddy, const void* x, i64 ld
     const i64 offsets[2] = {0, N};
     return for_groups(offsets, 1, K, tokens * double(K), [&](i64, i64 n0, i64 n1, i64 k0, i64 k1) {
       for (i64 r = 0; r < rows; ++r) {
+        if (row_len[r] == 0) continue;
         const Operand<T> a{static_cast<const T*>(dy) + row_first[r] * lddy, row_stride * lddy, false};
         const Operand<T> b{static_cast<const T*>(x) + row_first[r] * ldx, row_stride * ldx, false};
-        const Reduction red(row_len[r], div_up(row_len[r], spans), spans);
+        const i64 count = span_count(row_len[r], spans);
+        const Reduction red(row_len[r], row_len[r] / count, count);
         if (!reduce_block(red, a, n0, n1, b, k0, k1, out)) return false;
       }
       return true;
@@ -337,7 +339,9 @@ TPI_EXPORT(linear_db)(int dtype, const void* dy, i64 lddy, float* grad, i64 N, i
       const int vectors = int(div_up(width, W));
       auto lanes = [&](int v) { return int(min_of(width - v * W, W)); };
       for (i64 r = 0; r < rows; ++r) {
-        const Reduction red(row_len[r], div_up(row_len[r], spans), spans);
+        if (row_len[r] == 0) continue;
+        const i64 count = span_count(row_len[r], spans);
+        const Reduction red(row_len[r], row_len[r] / count, count);
         const T* p = static_cast<const T*>(dy) + row_first[r] * lddy + n;
         const i64 step = row_stride * lddy;
         float stack[64][V * W];

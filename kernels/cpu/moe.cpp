@@ -79,15 +79,13 @@ struct Router {
         store_part(value + j, vexp(sub(load_part((const float*)key + j, n), set1(max))), n);
       });
     }
-    float chosen_sum = 0.0f;
-    for (i64 i = 0; i < topk; ++i) {
-      weights[i] = value[ids[i]];
-      chosen_sum += weights[i];
-    }
-    const float* all = value;
-    const float denominator = sigmoid       ? chosen_sum + eps
-                              : renormalize ? chosen_sum
-                                            : lane_tree(experts, [&](i64 j, int n) { return load_part(all + j, n); });
+    for (i64 i = 0; i < topk; ++i) weights[i] = value[ids[i]];
+    const auto sum = [](const float* x, i64 n) {
+      return lane_tree(n, [&](i64 j, int m) TPI_INLINE { return load_part(x + j, m); });
+    };
+    const float denominator = !renormalize && !sigmoid ? sum(value, experts)
+                              : sigmoid                ? sum(weights, topk) + eps
+                                                       : sum(weights, topk);
     for_columns(0, topk, [&](i64 i, int n) TPI_INLINE {
       vf w = load_part((const float*)weights + i, n);
       if (!sigmoid || renormalize) w = div(w, set1(denominator));

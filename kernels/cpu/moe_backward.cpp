@@ -8,39 +8,20 @@ namespace TPI_NS {
 namespace {
 using namespace gemm;
 
-// out[p] = tree over leaves of chain over f of g[p][f] * a[p][f], for `rows` <= W rows: lanes are rows.
+// Tree over leaves of the lane tree of the products g[f] * a[f], each rounded: a binary counter of leaf sums.
 template <class T>
-void row_products(const Reduction& red, const float* g, i64 ldg, const T* a, i64 lda, i64 rows, float* out) {
-  constexpr int C = kColumns<T>, G = kColumns<float>;
-  float stack[64][W];
-  auto level = [&](int l) { return stack[l]; };
-  vf acc[1][1];
-  i64 leaf = 0, f = 0;
-  for (;; ++leaf) {
-    const i64 end = min_of((leaf + 1) * red.leaf, red.n);
-    tile_clear(acc);
-    for (; f < end; f += C) {
-      vf at[C], gt[C / G][G];
-      const bool inside = rows == W && f + C <= red.n;
-      if (inside)
-        load_transposed(a + f, lda, at);
-      else
-        load_transposed_part(a + f, lda, rows, min_of(red.n - f, C), at);
-      for (int i = 0; i < C / G; ++i) {
-        const i64 first = f + i * G;
-        if (inside)
-          load_transposed(g + first, ldg, gt[i]);
-        else
-          load_transposed_part(g + first, ldg, rows, max_of(min_of(red.n - first, G), 0), gt[i]);
-      }
-      for (int j = 0; j < min_of(end - f, C); ++j) acc[0][0] = fma(gt[j / G][j % G], at[j], acc[0][0]);
-    }
-    f = end;
-    if (end == red.n) break;
-    tile_push(leaf, level, acc);
+float row_product(const float* g, const T* a, i64 n, i64 leaf, i64 leaves) {
+  float level[64];
+  for (i64 i = 0;; ++i) {
+    const i64 first = min_of(i * leaf, n), last = min_of(first + leaf, n);
+    float sum = lane_tree(last - first, [&](i64 j, int count) TPI_INLINE {
+      return mul(load_part(g + first + j, count), load_part(a + first + j, count));
+    });
+    int l = 0;
+    for (; i >> l & 1; ++l) sum = level[l] + sum;
+    if (i + 1 == leaves) return narrow_to<float>(sum);
+    level[l] = sum;
   }
-  tile_root(red, leaf, level, acc);
-  store_part(out, acc[0][0], int(rows));
 }
 
 constexpr i64 kMaxExperts = 1024;
@@ -77,16 +58,22 @@ struct RouterGradient {
     std::memset(dlogits, 0, size_t(experts) * sizeof(float));
 
     vf sum = set1(1.0f), mean = zero();  // the denominator, and the weighted mean of d under p = value / sum
+    const auto total = [](const float* x, i64 n) {
+      return set1(lane_tree(n, [&](i64 j, int m) TPI_INLINE { return load_part(x + j, m); }));
+    };
     if (renormalize) {
-      sum = zero();
-      for (i64 i = 0; i < topk; ++i) sum = add(sum, set1(value[i]));
+      sum = total(chosen, topk);
       if (sigmoid) sum = add(sum, set1(eps));
     } else if (!sigmoid) {
       values(logits, experts, max, dlogits);
-      sum = set1(lane_tree(experts, [&](i64 j, int n) { return load_part((const float*)dlogits + j, n); }));
+      sum = total(dlogits, experts);
     }
     if (renormalize || !sigmoid)
-      for (i64 i = 0; i < topk; ++i) mean = fma(set1(d[i]), div(set1(value[i]), sum), mean);
+      mean = set1(lane_tree(topk, [&](i64 i, int n) TPI_INLINE {
+        vf p = div(load_part(chosen + i, n), sum);  // past the last, whatever its p, d is +0 ...
+        vf term = mul(load_part((const float*)d + i, n), p);
+        return n == W ? term : select(first_n(n), term, zero());  // ... but 0 / 0 is not
+      }));
     if (!renormalize && !sigmoid)
       for_columns(0, experts, [&](i64 j, int n) TPI_INLINE {
         store_part(dlogits + j, mul(div(load_part((const float*)dlogits + j, n), sum), sub(zero(), mean)), n);
@@ -119,15 +106,13 @@ TPI_EXPORT(expert_weight_backward)
   if (!Reduction::valid(F, leaf, leaves)) return TPI_BAD_SHAPE;
   return for_dtype(dtype, [&](auto tag) {
     using T = decltype(tag);
-    const Reduction red(F, leaf, leaves);
-    parallel_for(div_up(P, W), 2 * P * F, [&](i64 begin, i64 end) {
-      for (i64 first = begin * W; first < min_of(end * W, P); first += W) {
-        const i64 rows = min_of(P - first, W);
-        row_products(red, g + first * ldg, ldg, (const T*)a + first * lda, lda, rows, dweights + first);
-        for (i64 p = first; p < first + rows; ++p)
-          for_columns(0, F, [&](i64 f, int n) TPI_INLINE {
-            store_part((T*)da + p * ldda + f, mul(set1(weights[p]), load_part(g + p * ldg + f, n)), n);
-          });
+    parallel_for(P, 2 * P * F, [&](i64 first, i64 last) {
+      for (i64 p = first; p < last; ++p) {
+        const float* row = g + p * ldg;
+        dweights[p] = row_product(row, (const T*)a + p * lda, F, leaf, leaves);
+        for_columns(0, F, [&](i64 f, int n) TPI_INLINE {
+          store_part((T*)da + p * ldda + f, mul(set1(weights[p]), load_part(row + f, n)), n);
+        });
       }
     });
     return int(TPI_OK);

@@ -129,12 +129,11 @@ struct WeightGradient {
   i64 lddy, ldx;
   const float* rstd;
   i64 first, width;
-  i64 token0, tokens, token_stride, span;  // the current row
+  i64 token0, token_stride, span;  // the current row
 
   void span_chain(i64 index, float* acc) const {
     for (i64 j = 0; j < width; ++j) acc[j] = 0.0f;
-    const i64 end = (index + 1) * span < tokens ? (index + 1) * span : tokens;
-    for (i64 k = index * span; k < end; ++k) {
+    for (i64 k = index * span; k < (index + 1) * span; ++k) {
       const i64 token = token0 + k * token_stride;
       accumulate(dy + token * lddy + first, x + token * ldx + first, rstd[token], width, acc);
     }
@@ -196,16 +195,17 @@ TPI_EXPORT(rms_norm_dw)
     i64 columns = (H / omp_get_max_threads() + kLine - 1) / kLine * kLine;
     columns = columns < kLine ? kLine : columns > kGradientColumns ? kGradientColumns : columns;
     parallel_for((H + columns - 1) / columns, tokens * H, [&](i64 begin, i64 end) {
-      Gradient g = {(const T*)dy, (const T*)x, lddy, ldx, rstd, 0, 0, 0, 0, row_stride, 0};
+      Gradient g = {(const T*)dy, (const T*)x, lddy, ldx, rstd, 0, 0, 0, row_stride, 0};
       for (i64 unit = begin; unit < end; ++unit) {
         g.first = unit * columns;
         g.width = H - g.first < columns ? H - g.first : columns;
         for (i64 r = 0; r < rows; ++r) {
+          if (row_len[r] <= 0) continue;
+          const i64 count = span_count(row_len[r], spans);
           g.token0 = row_first[r];
-          g.tokens = row_len[r];
-          g.span = (row_len[r] + spans - 1) / spans;
+          g.span = row_len[r] / count;
           float total[kGradientColumns];
-          g.span_tree(0, spans, total);
+          g.span_tree(0, count, total);
           float* out = grad + g.first;
           for_columns(0, g.width, [&](i64 j, int m) TPI_INLINE {
             store_part(out + j, add(load_part(out + j, m), load_part((const float*)total + j, m)), m);

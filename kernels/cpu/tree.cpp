@@ -32,6 +32,7 @@ void tree_sum_rows(const float* parts, i64 count, const B* bias, O* y, i64 M, i6
 TPI_EXPORT(tree_sum)
 (int dtype, int bias_dtype, const float* parts, i64 count, const void* bias, void* y, i64 M, i64 N) {
   if (!is_power_of_two(count)) return TPI_BAD_SHAPE;
+  if (!bias) N *= M, M = 1;  // one long row, whatever the tensor's last dimension
   return for_dtype(dtype, [&](auto out) {
     return for_dtype(bias_dtype, [&](auto tag) {
       tree_sum_rows(parts, count, (const decltype(tag)*)bias, (decltype(out)*)y, M, N);

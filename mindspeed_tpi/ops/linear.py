@@ -29,9 +29,9 @@ def linear(
 
     Args:
         x: [*, K]. weight: [N, K], row-major, of x's dtype. bias: [N] or None.
-        leaves: cut of K (default: the contract's for K; a rank that owns part of K passes its shard's).
-        dx_leaves: cut of N in the backward pass (default: the contract's for N; for N/2 if paired).
-        paired: the weight is [gate; up]: dx adds leaf i of both halves first.
+        leaves: cut of K (default: that of a reduction which no layout cuts; a rank that owns part of K passes its shard's).
+        dx_leaves: cut of N in the backward pass, of N/2 if paired (default: likewise).
+        paired: the weight is [gate; up]: dx sums leaf i of gate and of up in one chain.
         out_dtype: None rounds to x's dtype; float32 leaves the f32 sum.
         batch, row_offsets: rows of the weight gradient (docs/op-schemas.md).
 
@@ -41,7 +41,7 @@ def linear(
     Raises:
         BackendError: dtypes, devices or shapes outside the schema.
     """
-    cut = leaves or contract.current().leaves(weight.shape[1])
+    cut = leaves or contract.current().leaves(weight.shape[1], "whole")
     if needs_grad(x, weight, bias):
         result: Tensor = _Linear.apply(x, weight, bias, cut, out_dtype, (dx_leaves, paired, batch, row_offsets))
         return result
@@ -59,14 +59,14 @@ def linear_dx(
     """dx = dy weight; dy [*, N], weight [N, K] → [*, K].
 
     Args:
-        leaves: cut of N (default: the contract's; a rank that owns part of N passes its shard's).
-        paired: the weight is [gate; up] of N/2 rows each, which `leaves` cuts; leaf i of both halves is added first.
+        leaves: cut of N (default: that of a reduction which no layout cuts; a rank that owns part of N passes its shard's).
+        paired: the weight is [gate; up] of N/2 rows each, which `leaves` cuts; leaf i of up continues that of gate.
         out_dtype: None rounds to dy's dtype; float32 leaves the f32 sum.
 
     Raises:
         BackendError: dtypes, devices or shapes outside the schema.
     """
-    cut = leaves or contract.current().leaves(weight.shape[0] // (2 if paired else 1))
+    cut = leaves or contract.current().leaves(weight.shape[0] // (2 if paired else 1), "whole")
     return schemas.linear_dx(dy, weight, cut.size, cut.count, out_dtype, paired)
 
 

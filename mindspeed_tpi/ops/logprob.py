@@ -77,7 +77,7 @@ def _chunked(
     hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: Tensor | None, entropy: bool, step: int
 ) -> tuple[Tensor, ...]:
     """(logprob, entropy, max, sum), each f32 [T], chunk by chunk of tokens."""
-    k, v = contract.current().leaves(weight.shape[1]), contract.current().vocab_leaves(weight.shape[0])
+    k, v = contract.current().leaves(weight.shape[1], "whole"), contract.current().vocab_leaves(weight.shape[0])
     parts = []
     for start in range(0, max(tokens.numel(), 1), step):
         rows = slice(start, start + step)
@@ -152,7 +152,7 @@ class _LinearLogprob(torch.autograd.Function):
         """One pass over blocks of whole vocabulary leaves: a block's logits are made again, its dlogits give its rows of
         dW at once and one node of dX's tree."""
         hidden, weight, tokens, temperature, ent, largest, total = ctx.saved_tensors
-        k, v = contract.current().leaves(weight.shape[1]), contract.current().vocab_leaves(weight.shape[0])
+        k, v = contract.current().leaves(weight.shape[1], "whole"), contract.current().head_leaves(weight.shape[0])
         grad_entropy = _entropy_gradient(ent, grads[1])
         leaves = v.count  # per block: halved while a block is too large, so that each block is a subtree
         while leaves > 1 and tokens.numel() * leaves * v.size > CHUNK_ELEMENTS:

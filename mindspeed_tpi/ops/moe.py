@@ -48,7 +48,7 @@ def grouped_linear(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Rows offsets[e]…offsets[e+1] of x [P, K] times weight[e]ᵀ; weight [E, N, K] → [P, N]."""
-    cut = leaves or contract.current().leaves(weight.shape[2])
+    cut = leaves or contract.current().leaves(weight.shape[2], "whole")
     return schemas.grouped_linear(x, weight, offsets, cut.size, cut.count, out_dtype)
 
 
@@ -62,7 +62,7 @@ def grouped_linear_dx(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Rows offsets[e]…offsets[e+1] of dy [P, N] times weight[e]; weight [E, N, K] → [P, K]. Options: `ops.linear_dx`."""
-    cut = leaves or contract.current().leaves(weight.shape[1] // (2 if paired else 1))
+    cut = leaves or contract.current().leaves(weight.shape[1] // (2 if paired else 1), "whole")
     return schemas.grouped_linear_dx(dy, weight, offsets, cut.size, cut.count, out_dtype, paired)
 
 
@@ -77,7 +77,7 @@ def expert_weight_backward(
         leaves: cut of F (default: the contract's; an expert-tensor-parallel rank passes its shard's, and dweights is its
             subtree's root).
     """
-    cut = leaves or contract.current().leaves(g.shape[1])
+    cut = leaves or contract.current().leaves(g.shape[1], "expert")
     return schemas.expert_weight_backward(g, a, weights, cut.size, cut.count)
 
 

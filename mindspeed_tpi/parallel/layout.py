@@ -102,12 +102,13 @@ class Layout:
                     f"{where}: {name}={size} is no power of two, so sums over ranks are no balanced tree; "
                     f"use {name}={below} or {name}={2 * below}"
                 )
-        largest = contract.current().max_tp
-        if max(self.tp, self.etp) > largest:
-            raise LayoutError(
-                f"{where}: tp={self.tp}, etp={self.etp}: the numerics contract promises equal bits up to {largest}; "
-                f"use {largest} or less, or raise max_tp in MINDSPEED_TPI_CONTRACT on both sides"
-            )
+        for name in ("tp", "etp"):
+            size, largest = getattr(self, name), getattr(contract.current(), f"max_{name}")
+            if size > largest:
+                raise LayoutError(
+                    f"{where}: {name}={size}: the numerics contract promises equal bits up to {largest}; "
+                    f"use {largest} or less, or raise max_{name} in MINDSPEED_TPI_CONTRACT on both sides"
+                )
         if side == "rollout":
             if self.ep not in (1, self.ranks):
                 raise LayoutError(

@@ -64,7 +64,7 @@ def column_parallel_linear(
         x: [S, …, K], the same on every rank; or its own [S / ranks, …, K] with `sequence_parallel`.
         weight: [N / ranks, K]. bias: [N / ranks] or None.
         group: ranks in the order of their columns; None: this process alone.
-        dx_leaves: cut of the whole N (default: the contract's).
+        dx_leaves: cut of the whole N (default: the contract's for ranks that share it).
         paired: the weight is [gate shard; up shard]; N counts both.
         used: leading rows of this rank's weight that exist (default: all).
         out_dtype: None rounds to x's dtype; float32 leaves the f32 sum.
@@ -80,9 +80,9 @@ def column_parallel_linear(
     """
     ranks = tree.size(group)
     n = weight.shape[0] // 2 if paired else weight.shape[0]
-    cut = dx_leaves or contract.current().leaves(n * ranks)
+    cut = dx_leaves or contract.current().leaves(n * ranks, "tensor")
     used = weight.shape[0] if used is None else used
-    leaves = contract.current().leaves(x.shape[-1])
+    leaves = contract.current().leaves(x.shape[-1], "whole")
     plan = _Plan(
         group, "columns", sequence_parallel, leaves, cut.shard(ranks), paired, used, out_dtype, batch, row_group
     )
@@ -111,9 +111,10 @@ def row_parallel_linear(
         LayoutError: the cut of K cannot be split over the ranks.
     """
     ranks = tree.size(group)
-    cut = contract.current().leaves(x.shape[-1] * ranks).shard(ranks)
+    cut = contract.current().leaves(x.shape[-1] * ranks, "tensor").shard(ranks)
     n = weight.shape[0]
-    plan = _Plan(group, "rows", sequence_parallel, cut, contract.current().leaves(n), False, n, None, batch, row_group)
+    dx_cut = contract.current().leaves(n, "whole")
+    plan = _Plan(group, "rows", sequence_parallel, cut, dx_cut, False, n, None, batch, row_group)
     return _apply(x, weight, bias, plan)
 
 

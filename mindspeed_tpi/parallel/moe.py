@@ -200,7 +200,7 @@ def _forward(
     gate_up = rows.new_empty(rows.shape[0], fc1[0].shape[0])
     _per_expert(gate_up, dispatch, fc1, lambda part, weight: ops.linear(rows[part], weight))
     active = ops.swiglu(gate_up)
-    leaves = contract.current().leaves(active.shape[1] * etp).shard(etp)
+    leaves = contract.current().leaves(active.shape[1] * etp, "expert").shard(etp)
     y = rows.new_empty(rows.shape, dtype=torch.float32 if etp > 1 else x.dtype)
     out_dtype = y.dtype
     _per_expert(
@@ -252,7 +252,7 @@ class _Experts(torch.autograd.Function):
         fc1, fc2 = _matrices(parameters[:count], parameters[count:], grouped, *held)
         etp, dtype = tree.size(etp_group), rows.dtype
         active = ops.swiglu(gate_up)
-        cut = contract.current().leaves(active.shape[1] * etp).shard(etp)
+        cut = contract.current().leaves(active.shape[1] * etp, "expert").shard(etp)
         dout = dispatch.send_tokens(grads[0].contiguous())
         pair_weights = dispatch.send_pairs(weights.flatten())
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_tpi import contract, ops
+from mindspeed_tpi.contract import Role
 from mindspeed_tpi.errors import InputError, LayoutError, ParityError
 from mindspeed_tpi.parallel.layout import Layout
 from mindspeed_tpi.platform import cpu
@@ -168,12 +169,13 @@ def check_model(profile: Profile, layout: Layout, *, stock: bool = False) -> Non
     lengths = {"attention output": profile.heads * profile.head_dim, "ffn": profile.ffn}
     if moe is not None and moe.shared_ffn:
         lengths["shared expert's ffn"] = moe.shared_ffn
-    sizes = [("tp", layout.tp, name, length) for name, length in lengths.items()]
+    sizes: list[tuple[Role, int, str, int]] = [("tensor", layout.tp, name, length) for name, length in lengths.items()]
     if moe is not None:
-        sizes.append(("etp", layout.etp, "expert's ffn", moe.ffn))
-    for key, ranks, name, length in sizes:
+        sizes.append(("expert", layout.etp, "expert's ffn", moe.ffn))
+    for role, ranks, name, length in sizes:
+        key = "tp" if role == "tensor" else "etp"
         try:
-            contract.current().leaves(length).shard(ranks)
+            contract.current().leaves(length, role).shard(ranks)
         except LayoutError as error:
             raise LayoutError(f"train layout {layout}: {key}={ranks}, {name} of {length}: {error}") from None
 

@@ -118,13 +118,12 @@ def layout_problems(profile: Profile, tp: int, dp: int, expert_parallel: bool) -
         split["MLP"] = profile.ffn
     if moe and moe.shared_ffn:
         split["shared expert"] = moe.shared_ffn
-    possible = [1 << i for i in range(rules.max_tp.bit_length())]
     sizes = [
         size
-        for size in possible
+        for size in (1 << i for i in range(rules.max_tp.bit_length()))
         if profile.heads % size == 0
         and (profile.kv_heads % size == 0 or size % profile.kv_heads == 0)
-        and all(size <= rules.leaves(length).count for length in split.values())
+        and all(size <= rules.leaves(length, "tensor").count for length in split.values())
     ]
     found = []
     if tp not in sizes:
@@ -136,7 +135,8 @@ def layout_problems(profile: Profile, tp: int, dp: int, expert_parallel: bool) -
     if dp > 1 and moe is None:
         found.append(f"data_parallel_size {dp} of a model without experts; vLLM has it only with experts")
     if moe and not expert_parallel:
-        sizes = [size for size in possible if size <= rules.leaves(moe.ffn).count]
+        cut = rules.leaves(moe.ffn, "expert").count
+        sizes = [1 << i for i in range(min(cut, rules.max_etp).bit_length())]
         if tp * dp not in sizes:
             found.append(
                 f"experts of width {moe.ffn} split over {tp * dp} ranks (tensor_parallel_size · data_parallel_size); "

@@ -171,7 +171,7 @@ def size(s: Source, small: int, large: int) -> int:
 def leaf_cut(s: Source, n: int) -> tuple[int, int]:
     """(leaf, leaves): the contract's, or an arbitrary cut with short or empty last leaves."""
     if s.choice((True, False)):
-        cut = contract.current().leaves(n)
+        cut = contract.current().leaves(n, s.choice(("whole", "tensor")))
         return cut.size, cut.count
     leaves = 1 << s.integer(0, 4)
     return -(-n // leaves) + s.choice((0, 0, 1, 2)), leaves

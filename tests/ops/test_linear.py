@@ -30,7 +30,7 @@ def test_cpu_equals_reference(operator: str, data: st.DataObject) -> None:
 def test_ranks_that_split_k_give_the_same_bits(data: st.DataObject) -> None:
     s = cases.Drawn(data)
     dtype, ranks = s.choice(cases.DTYPES), s.choice((1, 2, 4, 8))
-    cut = contract.current().leaves(k := ranks * s.integer(1, 40) * s.choice((1, 8)))
+    cut = contract.current().leaves(k := ranks * s.integer(1, 40) * s.choice((1, 8)), "tensor")
     x, weight = cases.operand(s, (s.integer(1, 4), k), dtype), cases.operand(s, (s.integer(1, 9), k), dtype)
     bias = s.choice((None, cases.values(s, weight.shape[:1], dtype)))
     whole = cpu.linear(x, weight, bias, cut.size, cut.count, None)
@@ -48,7 +48,7 @@ def test_ranks_that_split_k_give_the_same_bits(data: st.DataObject) -> None:
 def test_ranks_that_split_n_give_the_same_dx(data: st.DataObject) -> None:
     s = cases.Drawn(data)
     dtype, ranks = s.choice(cases.DTYPES), s.choice((1, 2, 4, 8))
-    cut = contract.current().leaves(n := ranks * s.integer(1, 40) * s.choice((1, 8)))
+    cut = contract.current().leaves(n := ranks * s.integer(1, 40) * s.choice((1, 8)), "tensor")
     dy, weight = cases.operand(s, (s.integer(1, 4), n), dtype), cases.operand(s, (n, s.integer(1, 9)), dtype)
     whole = cpu.linear_dx(dy, weight, cut.size, cut.count, None, False)
     if cut.count < ranks:
@@ -67,7 +67,7 @@ def test_ranks_that_split_gate_and_up_give_the_same_dx(data: st.DataObject) -> N
     dtype, ranks = s.choice(cases.DTYPES), s.choice((1, 2, 4, 8))
     f = ranks * s.integer(1, 40) * s.choice((1, 8))
     dy, weight = cases.operand(s, (s.integer(1, 4), 2 * f), dtype), cases.operand(s, (2 * f, s.integer(1, 9)), dtype)
-    cut = contract.current().leaves(f)
+    cut = contract.current().leaves(f, "tensor")
     whole = cpu.linear_dx(dy, weight, cut.size, cut.count, None, True)
     if cut.count < ranks:
         return
@@ -77,15 +77,32 @@ def test_ranks_that_split_gate_and_up_give_the_same_dx(data: st.DataObject) -> N
     assert_same_bits(cpu.tree_sum(torch.stack(roots), None, dtype), whole)
 
 
-def test_paired_leaves_are_added_first() -> None:
+def test_a_leaf_of_a_pair_is_one_chain() -> None:
     g = torch.Generator().manual_seed(3)
     dy, weight = torch.randn(5, 1536, generator=g), torch.randn(1536, 33, generator=g)
-    leaves = [cpu.linear_dx(dy[:, i : i + 96], weight[i : i + 96], 96, 1, None, False) for i in range(0, 1536, 96)]
-    pairs = torch.stack([cpu.tree_sum(torch.stack((leaves[i], leaves[8 + i])), None, torch.float32) for i in range(8)])
-    expected = cpu.tree_sum(pairs, None, torch.float32)
-    actual = cpu.linear_dx(dy, weight, 96, 8, None, True)
-    assert_same_bits(actual, expected)
-    assert not torch.equal(cpu.linear_dx(dy, weight, 96, 16, None, False), expected)
+    of_pairs = torch.arange(1536).view(2, 8, 96).transpose(0, 1).flatten()  # gate 0, up 0, gate 1, ...
+    expected = cpu.linear_dx(dy[:, of_pairs], weight[of_pairs], 192, 8, None, False)
+    assert_same_bits(cpu.linear_dx(dy, weight, 96, 8, None, True), expected)
+    assert not torch.equal(cpu.linear_dx(dy, weight, 192, 8, None, False), expected)
+
+
+@given(st.data())
+def test_ranks_that_split_a_row_cut_the_same_spans(data: st.DataObject) -> None:
+    """Every length that the ranks can share, also one that is no multiple of max_tp (20 tokens over 2 ranks)."""
+    s = cases.Drawn(data)
+    ranks = s.choice((1, 2, 4, 8))
+    tokens = ranks * s.integer(1, 24)
+    dy, x = cases.operand(s, (tokens, 5), torch.float32), cases.operand(s, (tokens, 3), torch.float32)
+    whole, roots = (torch.zeros(5, 3), torch.zeros(5)), []
+    cpu.linear_dw(dy, x, whole[0], 1, None, 8)
+    cpu.linear_db(dy, whole[1], 1, None, 8)
+    for part in torch.arange(tokens).chunk(ranks):
+        root = torch.zeros(5, 3), torch.zeros(5)
+        cpu.linear_dw(dy[part], x[part], root[0], 1, None, 8 // ranks)
+        cpu.linear_db(dy[part], root[1], 1, None, 8 // ranks)
+        roots.append(root)
+    for one, several in zip(whole, zip(*roots, strict=True), strict=True):
+        assert torch.equal(cpu.tree_sum(torch.stack(several), None, torch.float32).nan_to_num(7.0), one.nan_to_num(7.0))
 
 
 @given(st.data())

@@ -54,7 +54,7 @@ def test_ranks_that_split_the_features_give_the_same_weight_gradient(data: st.Da
     f = ranks * s.integer(1, 40) * s.choice((1, 8))
     g, a = cases.operand(s, (s.integer(1, 20), f), torch.float32), cases.operand(s, (1, f), s.choice(cases.DTYPES))
     a, weights = a.expand(len(g), f), cases.values(s, (len(g),), torch.float32)
-    cut = contract.current().leaves(f)
+    cut = contract.current().leaves(f, "expert")
     dweights, da = cpu.expert_weight_backward(g, a, weights, cut.size, cut.count)
     if cut.count < ranks:
         return

@@ -88,6 +88,11 @@ def _unpaired(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def _summed_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chosen experts added one after the other."""
+    monkeypatch.setattr(reference, "lane_tree", lambda x, present=None: reference.sum_chain(x, present))
+
+
 def _swapped_fma(monkeypatch: pytest.MonkeyPatch) -> None:
     """The product rounded before the sum."""
     monkeypatch.setattr(reference, "fma", lambda a, b, c: reference.add(reference.mul(a, b), c))
@@ -199,7 +204,7 @@ def _case(operator: str) -> Case:
         "moe_route_backward": lambda: _route_backward("softmax", True),
         "moe_route_backward all": lambda: _route_backward("softmax", False),
         "moe_route_backward sigmoid": lambda: _route_backward("sigmoid", True),
-        "expert_weight_backward": lambda: Case(operator, (_random(21, 96), _random(21, 96), _random(21), 12, 8)),
+        "expert_weight_backward": lambda: Case(operator, (_random(21, 960), _random(21, 960), _random(21), 120, 8)),
         "sigmoid_gate": lambda: Case(operator, (_random(9, 300), _random(9, 1))),
         "sigmoid_gate_backward": lambda: Case(operator, (_random(20, 300), _random(20, 300), _random(20, 1))),
         "moe_combine": lambda: Case(
@@ -276,18 +281,16 @@ PLANTS: list[tuple[str, Plant]] = [
     ("vocab_logprob_backward", _constant(multiply_add="mul-add")),
     ("token_logprob", _constant(lanes=32)),
     ("token_logprob", _other_argument(3, 128)),
-    ("moe_route", _reversed_sum_chain),
+    ("moe_route", _summed_chosen),
     ("moe_route all", _constant(lanes=32)),
-    ("moe_route_backward", _reversed_sum_chain),
-    ("moe_route_backward", _reversed_chain),
-    ("moe_route_backward", _constant(multiply_add="mul-add")),
+    ("moe_route_backward", _summed_chosen),
     ("moe_route_backward all", _constant(lanes=32)),
-    ("moe_route_backward sigmoid", _reversed_sum_chain),
+    ("moe_route_backward sigmoid", _summed_chosen),
     ("moe_route_backward sigmoid", _constant(transcendental="hardware")),
-    ("expert_weight_backward", _reversed_chain),
+    ("expert_weight_backward", _constant(lanes=32)),
     ("expert_weight_backward", _no_tree),
     ("expert_weight_backward", _strided_tree),
-    ("expert_weight_backward", _other_argument(3, 24)),
+    ("expert_weight_backward", _other_argument(3, 240)),
     ("sigmoid_gate", _constant(transcendental="hardware")),
     ("sigmoid_gate_backward", _constant(lanes=32)),
     ("sigmoid_gate_backward", _strided_tree),

@@ -209,7 +209,7 @@ def _head(mesh: Mesh, temperature: float | None, entropy: bool) -> dict[str, Ten
         head,
         group=group,
         sequence_parallel=n > 1,
-        dx_leaves=contract.current().vocab_leaves(V),
+        dx_leaves=contract.current().head_leaves(V),
         used=min(V - r * mine.shape[0], mine.shape[0]),
         out_dtype=torch.float32,
         batch=B,

@@ -10,25 +10,50 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mindspeed_tpi import contract
-from mindspeed_tpi.contract import Leaves, NumericsContract
+from mindspeed_tpi.contract import Leaves, NumericsContract, Role
 from mindspeed_tpi.errors import ContractError, LayoutError
 
 
-@given(st.integers(1, 200_000))
-def test_leaves_cover_the_reduction_exactly(length: int) -> None:
-    cut = NumericsContract().leaves(length)
+@given(st.integers(1, 200_000), st.sampled_from([("whole", 1), ("tensor", 8), ("expert", 4)]))
+def test_leaves_cover_the_reduction_exactly(length: int, role: tuple[Role, int]) -> None:
+    cut = NumericsContract(max_etp=4).leaves(length, role[0])
     assert cut.size * cut.count == length and cut.count & (cut.count - 1) == 0
     if length % (2 * cut.count) == 0:  # not limited by the factors of two: as short and as many as asked
-        assert cut.size <= 128 and cut.count >= 8
-        assert cut.count == 8 or cut.size * 2 > 128
+        assert cut.size <= 128 and cut.count >= role[1]
+        assert cut.count == role[1] or cut.size * 2 > 128
 
 
 @pytest.mark.parametrize(
-    ("length", "size", "count"),
-    [(2048, 128, 16), (768, 96, 8), (29_568, 231, 128), (500, 125, 4), (576, 72, 8), (7, 7, 1)],
+    ("length", "role", "size", "count"),
+    [
+        (2048, "whole", 128, 16),
+        (768, "tensor", 96, 8),
+        (768, "expert", 96, 8),
+        (768, "whole", 96, 8),
+        (64, "whole", 64, 1),
+        (29_568, "tensor", 231, 128),
+        (500, "tensor", 125, 4),
+        (500, "whole", 125, 4),
+        (576, "tensor", 72, 8),
+        (7, "tensor", 7, 1),
+    ],
 )
-def test_leaves_of_known_sizes(length: int, size: int, count: int) -> None:
-    assert NumericsContract().leaves(length) == Leaves(size, count)
+def test_leaves_of_known_sizes(length: int, role: Role, size: int, count: int) -> None:
+    assert NumericsContract().leaves(length, role) == Leaves(size, count)
+
+
+@given(st.integers(1, 300_000), st.sampled_from([1, 2, 4, 8]))
+def test_the_chunks_of_context_parallel_ranks_are_whole_segments(length: int, ranks: int) -> None:
+    cut = NumericsContract().query_segments(length)
+    assert cut.size * cut.count == length
+    if length % (2 * ranks) == 0:
+        assert cut.count % (2 * ranks) == 0
+
+
+def test_query_segments_of_known_rows() -> None:
+    found = [NumericsContract().query_segments(n) for n in (40, 2048, 65_536, 131_072, 98_304, 517)]
+    wanted = [(5, 8), (128, 16), (2048, 32), (2048, 64), (1536, 64), (517, 1)]
+    assert found == [Leaves(*pair) for pair in wanted]
 
 
 @given(st.integers(1, 300_000))
@@ -43,6 +68,7 @@ def test_vocabulary_leaves(vocab: int) -> None:
 
 def test_vocabulary_leaves_of_the_reference_model() -> None:
     assert NumericsContract().vocab_leaves(151_936) == Leaves(1200, 128)
+    assert NumericsContract().head_leaves(151_936) == Leaves(19_200, 8)
 
 
 def test_a_shard_is_a_subtree_or_refused() -> None:
@@ -62,7 +88,7 @@ def test_json_round_trip_and_fingerprint() -> None:
 
 def test_the_published_fingerprint_changes_only_with_the_numerics() -> None:
     """A change here is a change of bits for users: bump the version and say so in CHANGELOG under Numerics."""
-    assert NumericsContract().fingerprint == "a4905cc7fc57fd01c05e5f6dd87ebec334c37105c8e854e102ae9f2eb6b58456"
+    assert NumericsContract().fingerprint == "8be0bedda96d5c1d4cd4260a6dc5184b33d4c88b8d708c37670297d30b15b361"
 
 
 def test_mismatch_names_fields_and_values() -> None:

@@ -93,7 +93,7 @@ def test_rollout_layouts(text: str, ranks: int) -> None:
     [
         ("tp=3", "train", "tp=3 is no power of two, so sums over ranks are no balanced tree; use tp=2 or tp=4"),
         ("dp=6", "train", "use dp=4 or dp=8"),
-        ("tp=16", "train", "tp=16, etp=1: the numerics contract promises equal bits up to 8; use 8 or less"),
+        ("tp=16", "train", "tp=16: the numerics contract promises equal bits up to 8; use 8 or less"),
         ("etp=16,dp=16", "train", "promises equal bits up to 8"),
         ("sp=1", "train", "sp=1 shards sequences over tensor-parallel ranks; use tp=2 or more, or sp=0"),
         ("vpp=2", "train", "vpp=2 needs pipeline stages; use pp=2 or more, or vpp=1"),

@@ -300,7 +300,7 @@ def _same_size(left: int, right: int, what: str) -> None:
 
 
 def _matmul(x: F, weight: F, leaf: int, leaves: int, paired: bool = False) -> F:
-    """x [*, K], weight [N, K] -> [*, N]; paired: K = [gate, up], leaf i of both halves added first"""
+    """x [*, K], weight [N, K] -> [*, N]; paired: K = [gate, up], one chain through leaf i of gate, then of up"""
     x = x[..., None, :]
     if not paired:
         return leaf_tree(x, weight, leaf, leaves)
@@ -309,9 +309,9 @@ def _matmul(x: F, weight: F, leaf: int, leaves: int, paired: bool = False) -> F:
         x.shape[-1] == 2 * half,
         f"{leaves} leaves of {leaf} for a paired reduction over {x.shape[-1]}: each half needs whole leaves",
     )
-    index, present = _leaves(half, leaf, leaves)
-    gate, up = (chain(x[..., i], weight[..., i], present) for i in (index, half + index))
-    return tree(add(gate, up))
+    index, _ = _leaves(half, leaf, leaves)
+    index = np.concatenate([index, half + index], axis=1)
+    return tree(chain(x[..., index], weight[..., index]))
 
 
 @np.errstate(all="ignore")
@@ -350,28 +350,28 @@ def tree_sum(parts: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tens
 
 
 def _rows(tokens: int, batch: int, row_offsets: Tensor | None) -> list[Ints]:
-    """Token indices of each row, in order."""
+    """Token indices of each row that has tokens, in order."""
     if row_offsets is None:
         _require(
             batch > 0 and tokens % batch == 0,
             f"{tokens} tokens are no batch of {batch} rows; pad the sequence dimension",
         )
-        return [np.arange(row, tokens, batch) for row in range(batch)]
+        return [np.arange(row, tokens, batch) for row in range(batch) if tokens]
     _require(batch == 1, f"batch={batch} together with row_offsets; pass batch=1")
     offsets = [int(i) for i in row_offsets]
     _require(
         bool(offsets) and offsets[0] >= 0 and offsets[-1] <= tokens and offsets == sorted(offsets),
         f"row_offsets {offsets} must ascend within 0 ... {tokens}; pass the pack's cumulative lengths",
     )
-    return [np.arange(first, last) for first, last in itertools.pairwise(offsets)]
+    return [np.arange(first, last) for first, last in itertools.pairwise(offsets) if first < last]
 
 
-def _span_cut(tokens: Ints, spans: int) -> tuple[Ints, Bools]:
-    """Tokens of a row and their existence, [spans, longest span]."""
+def _span_cut(tokens: Ints, spans: int) -> Ints:
+    """Tokens of a row [spans, span], as many spans as asked as far as the row can be halved exactly."""
     _require(spans > 0 and spans & (spans - 1) == 0, f"spans={spans} must be a power of two")
-    size = -(-len(tokens) // spans)
-    index, present = cut(len(tokens), size, spans)
-    return tokens[index], present
+    while len(tokens) % spans:
+        spans //= 2
+    return tokens.reshape(spans, -1)
 
 
 def _add_rows(grad: Tensor, rows: list[F]) -> None:
@@ -398,8 +398,8 @@ def linear_dw(dy: Tensor, x: Tensor, grad: Tensor, batch: int, row_offsets: Tens
     _same_size(a.shape[-1], b.shape[-1], "linear_dw: tokens of dy and x")
     rows = []
     for tokens in _rows(a.shape[-1], batch, row_offsets):
-        index, present = _span_cut(tokens, spans)
-        rows.append(tree(chain(a[..., index], b[..., index], present)))
+        index = _span_cut(tokens, spans)
+        rows.append(tree(chain(a[..., index], b[..., index])))
     _add_rows(grad, rows)
 
 
@@ -409,8 +409,7 @@ def linear_db(dy: Tensor, grad: Tensor, batch: int, row_offsets: Tensor | None, 
     x = _tokens(dy).T
     rows = []
     for tokens in _rows(x.shape[-1], batch, row_offsets):
-        index, present = _span_cut(tokens, spans)
-        rows.append(tree(sum_chain(x[..., index], present)))
+        rows.append(tree(sum_chain(x[..., _span_cut(tokens, spans)])))
     _add_rows(grad, rows)
 
 
@@ -803,11 +802,11 @@ def rms_norm_dw(
     per_token = _over_heads_of_a_token(g, n).T if x.dim() == 3 else None  # [H, T]
     rows = []
     for tokens in _rows(len(x), batch, row_offsets):
-        index, present = _span_cut(tokens, spans)
+        index = _span_cut(tokens, spans)
         if per_token is None:
-            rows.append(tree(chain(g.T[:, index], n.T[:, index], present, madd)))
+            rows.append(tree(chain(g.T[:, index], n.T[:, index], None, madd)))
         else:
-            rows.append(tree(sum_chain(per_token[:, index], present)))
+            rows.append(tree(sum_chain(per_token[:, index])))
     _add_rows(grad, rows)
 
 
@@ -1054,9 +1053,9 @@ def moe_route(
     ids = np.sort(_largest(keys, topk), axis=-1)
     w = np.take_along_axis(values, ids, -1)
     if score == "softmax":
-        w = div(w, (sum_chain(w) if renormalize else lane_tree(values))[:, None])
+        w = div(w, lane_tree(w if renormalize else values)[:, None])
     elif renormalize:
-        w = div(w, add(sum_chain(w), constant(eps))[:, None])
+        w = div(w, add(lane_tree(w), constant(eps))[:, None])
     if constant(scaling) != 1:
         w = mul(w, constant(scaling))
     return narrow(w, torch.float32), torch.from_numpy(ids.astype(np.int32))
@@ -1089,11 +1088,11 @@ def moe_route_backward(
     if score == "sigmoid" and not renormalize:
         np.put_along_axis(dz, where, mul(d, slope), -1)
         return narrow(dz, torch.float32)
-    total = (sum_chain(v) if renormalize else lane_tree(values))[:, None]
+    total = lane_tree(v if renormalize else values)[:, None]
     if score == "sigmoid":
         total = add(total, constant(eps))
     p = div(v, total)
-    centred = sub(d, c := chain(d, p, None, madd)[:, None])
+    centred = sub(d, c := lane_tree(mul(d, p))[:, None])
     if not renormalize:
         dz = mul(div(values, total), sub(_ZERO, c))
     np.put_along_axis(dz, where, mul(div(centred, total), slope) if score == "sigmoid" else mul(p, centred), -1)
@@ -1121,7 +1120,8 @@ def expert_weight_backward(g: Tensor, a: Tensor, weights: Tensor, leaf: int, lea
         f"g {tuple(g.shape)}, a {tuple(a.shape)}, weights {tuple(weights.shape)}: give [P, F] twice and [P]",
     )
     rows = widen(g)
-    dweights = leaf_tree(rows, widen(a), leaf, leaves)
+    index, present = _leaves(rows.shape[1], leaf, leaves)
+    dweights = tree(lane_tree(mul(rows, widen(a))[:, index], present))
     return narrow(dweights, torch.float32), narrow(mul(widen(weights)[:, None], rows), a.dtype)
 
 

@@ -60,7 +60,7 @@ def column_parallel_forward(original: Callable[..., Any]) -> Callable[..., Any]:
             self.bias,
             group=self.tp_group,
             sequence_parallel=self.sequence_parallel,
-            dx_leaves=contract.current().vocab_leaves(vocab),
+            dx_leaves=contract.current().head_leaves(vocab),
             used=max(0, min(vocab - rows * tree.rank(self.tp_group), rows)),
             out_dtype=torch.float32,
             batch=_batch(input_),

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from mindspeed_tpi import contract, ops
+from mindspeed_tpi.contract import Role
 from mindspeed_tpi.parallel.linear import row_sum
 from mindspeed_tpi.patches.vllm._parallel import tp_group
 from mindspeed_tpi.patches.vllm._versions import UNTIL, VERSIONS
@@ -16,8 +17,11 @@ from mindspeed_tpi.patching import Patch
 
 def _process_weights_after_loading(original: Callable[..., None]) -> Callable[..., None]:
     def process_weights_after_loading(self: Any, layer: Any) -> None:
+        from vllm.model_executor.layers.linear import RowParallelLinear
+
+        role: Role = "tensor" if isinstance(layer, RowParallelLinear) else "whole"
         ranks = layer.input_size // layer.weight.shape[1]
-        layer.tpi_leaves = contract.current().leaves(layer.input_size).shard(ranks)
+        layer.tpi_leaves = contract.current().leaves(layer.input_size, role).shard(ranks)
 
     return process_weights_after_loading
 

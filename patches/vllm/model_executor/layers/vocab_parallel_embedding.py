@@ -17,7 +17,7 @@ from mindspeed_tpi.patching import Patch
 
 def _process_weights_after_loading(original: Callable[..., None]) -> Callable[..., None]:
     def process_weights_after_loading(self: Any, layer: Any) -> None:
-        layer.tpi_leaves = contract.current().leaves(layer.weight.shape[1])
+        layer.tpi_leaves = contract.current().leaves(layer.weight.shape[1], "whole")
 
     return process_weights_after_loading
 

@@ -38,7 +38,7 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
             "scaling": moe.scaling,
             "eps": moe.eps,
         }
-        self.tpi_down_leaves = contract.current().leaves(moe.ffn).shard(self.moe_config.tp_size)
+        self.tpi_down_leaves = contract.current().leaves(moe.ffn, "expert").shard(self.moe_config.tp_size)
 
     return __init__
 
