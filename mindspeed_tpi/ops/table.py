@@ -283,7 +283,7 @@ _row(
     "Linear",
     "linear_dx(dy: S[*, N], weight: S[N, K]^, leaf: int, leaves: int, out_dtype: dtype?, paired: bool) -> out_dtype[*, K]",
     "the same rule over n; chain term fma(dy, w, acc). `paired`: weight is [gate; up], N = 2F, the leaves cut F exactly "
-    "(leaf · leaves = F): dx = tree over i of (leaf i of gate + leaf i of up)",
+    "(leaf · leaves = F): dx = tree over i of one chain through leaf i of gate, then leaf i of up",
     *_PAIRED_CUT,
 )
 _row(
@@ -488,7 +488,7 @@ _row(
 _row(
     "Mixture of experts",
     "expert_weight_backward(g: f32[P, F], a: S[P, F], weights: f32[P], leaf: int, leaves: int) -> (dweights: f32[P], da: S[P, F])",
-    "g = W2ᵀ · dOut, dOut unweighted; a: the down-projection's input. dweights = tree over leaves of F of chain of fma(g, a, acc); "
+    "g = W2ᵀ · dOut, dOut unweighted; a: the down-projection's input. dweights = tree over leaves of F of lane_tree of round(g · a); "
     "da = rounded(weights · g)",
     *_cut("F"),
 )
