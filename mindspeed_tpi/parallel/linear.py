@@ -15,6 +15,8 @@ from mindspeed_tpi.ops import schemas
 from mindspeed_tpi.ops._autograd import needs_grad, parameter_gradient, spans
 from mindspeed_tpi.parallel import tree, zigzag
 
+_EXCHANGED = "tpi_exchanged"  # attribute of a parameter
+
 
 @dataclass(frozen=True)
 class _Plan:
@@ -128,6 +130,18 @@ def row_sum(
     return tree.tree_reduce(partial, group, bias=bias, out_dtype=x.dtype, scatter=scatter)
 
 
+def exchanged(parameter: Tensor) -> bool:
+    """Whether this package's operators give a parameter's gradient complete on every tensor-parallel rank, so that no
+    framework may sum it over them again."""
+    return getattr(parameter, _EXCHANGED, False)
+
+
+def mark_exchanged(parameter: Tensor, group: Any) -> None:
+    """Say so, where a gradient is computed over the ranks of `group`."""
+    if tree.size(group) > 1:
+        setattr(parameter, _EXCHANGED, True)
+
+
 def _apply(x: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan) -> Tensor:
     if needs_grad(x, weight, bias):
         y: Tensor = _ParallelLinear.apply(x, weight, bias, plan)
@@ -173,8 +187,10 @@ class _ParallelLinear(torch.autograd.Function):
                 dx = tree.tree_reduce(dx, plan.group, out_dtype=x.dtype, scatter=plan.sequence_parallel)
         if ctx.needs_input_grad[1]:
             whole = tree.gather_rows(x, plan.group) if plan.sequence_parallel and columns else x
+            mark_exchanged(weight, plan.group)
             dw = parameter_gradient(weight, lambda g: _add_dw(dy, whole, g[: plan.used], plan), plan.batch)
         if bias is not None and ctx.needs_input_grad[2]:
+            mark_exchanged(bias, plan.group)
             row = zigzag.gather(dy, plan.row_group)
 
             def add(grad: Tensor) -> None:
@@ -260,6 +276,7 @@ def span_gradient(weight: Tensor, group: Any, row_group: Any, add: Callable[...,
             `grad`.
         operands: [S, B, …], given to `add` as [S · B, …].
     """
+    mark_exchanged(weight, group)
     batch = operands[0].shape[1]
     if row_group is not None:
         operands = tuple(zigzag.gather(tree.gather_rows(x, group), row_group) for x in operands)

@@ -11,7 +11,7 @@ from mindspeed_tpi import ops
 from mindspeed_tpi.ops import schemas
 from mindspeed_tpi.ops._autograd import needs_grad, spans
 from mindspeed_tpi.parallel import tree, zigzag
-from mindspeed_tpi.parallel.linear import span_gradient
+from mindspeed_tpi.parallel.linear import mark_exchanged, span_gradient
 
 
 def rms_norm(
@@ -82,6 +82,7 @@ def _spans(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, group: Any, batc
 def _heads(
     dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, group: Any, copies: int, batch: int, row_group: Any
 ) -> Tensor:
+    mark_exchanged(weight, group)
     terms = tree.gather(schemas.head_terms(dy, x, rstd), group)[::copies]
     whole = schemas.tree_sum(terms.contiguous(), None, torch.float32)
     whole = zigzag.gather(whole.unflatten(0, (-1, batch)), row_group)

@@ -27,13 +27,23 @@ def grad_norm(grads: Iterable[Tensor], group: Any = None) -> float:
     Returns:
         A finite float, or NaN when an element is not finite.
     """
+    return root(squares(grads, group))
+
+
+def squares(grads: Iterable[Tensor], group: Any = None) -> Tensor:
+    """Σ g², as of `grad_norm`, in integer bins int64 [2 · exponents + 1]."""
     bins = torch.zeros(2 * _BINS + 1, dtype=torch.int64)
     for grad in grads:
         for part in grad.detach().reshape(-1).split(CHUNK):
             _add_squares(part.float(), bins)
     if group is not None:
         dist.all_reduce(bins, group=group)
-    counts = bins.tolist()
+    return bins
+
+
+def root(*parts: Tensor) -> float:
+    """The norm of a gradient whose parts have these `squares`."""
+    counts = torch.stack(parts).sum(dim=0).tolist() if parts else [0] * (2 * _BINS + 1)
     if counts[_NOT_FINITE]:
         return math.nan
     total = 0  # in units of 2^(2·_LOWEST)

@@ -16,6 +16,8 @@ from mindspeed_tpi.errors import LayoutError
 from mindspeed_tpi.ops import schemas
 
 GATHER_ROWS = 32  # up to here one all_gather is faster than two collectives
+PIECE = 1 << 21  # elements of a gradient buffer summed at once: what is held beside the buffer does not grow with it
+WIDTH = 1024  # of the rows a piece is seen as
 
 
 def size(group: Any) -> int:
@@ -71,6 +73,29 @@ def tree_reduce(
     mine = _sum(all_to_all(padded.unflatten(0, (ranks, -1)), group), bias, out_dtype)
     whole = gather(mine, group).flatten(0, 1)
     return whole[: rows.shape[0]].view(partial.shape)
+
+
+def sum_in_place(data: Tensor, group: Any, *, scatter: bool = False) -> None:
+    """Replace a flat f32 gradient buffer by its sum over ranks, element by element by the tree in rank order.
+
+    Args:
+        data: f32 [N], contiguous.
+        scatter: only this rank's N / ranks elements need the sum; the others keep their own values.
+    """
+    ranks = size(group)
+    if ranks == 1:
+        return
+    if scatter:
+        parts = data.view(ranks, -1)
+        mine = parts[rank(group)]
+        for first in range(0, mine.numel(), PIECE):
+            cut = slice(first, first + PIECE)
+            mine[cut] = tree_reduce(parts[:, cut], group, scatter=True)[0]
+        return
+    for piece in data.split(PIECE):
+        body = piece.numel() // WIDTH * WIDTH
+        for rows in (piece[:body].view(-1, WIDTH), piece[body:].unsqueeze(0)):
+            rows.copy_(tree_reduce(rows, group))
 
 
 def _sum(parts: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:

@@ -5,9 +5,11 @@ Nothing here decides bits of a served model. The patches apply only where no acc
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -78,6 +80,27 @@ class TorchOnCpu:
         return torch.zeros(*args, device="cpu" if device == "cuda" else device, **kwargs)
 
 
+def on_cpu(original: Any) -> Any:
+    """The same function (or classmethod) whose constants name the CPU: `device="cuda"`, `type() == "torch.cuda.FloatTensor"`."""
+    function: FunctionType = getattr(original, "__func__", original)
+    code = function.__code__.replace(co_consts=_cpu_names(function.__code__.co_consts))
+    twin = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    twin.__kwdefaults__ = function.__kwdefaults__
+    functools.update_wrapper(twin, function)
+    twin.__module__ = __name__
+    return classmethod(twin) if isinstance(original, classmethod) else twin
+
+
+def _cpu_names(constant: Any) -> Any:
+    if isinstance(constant, tuple):
+        return tuple(_cpu_names(part) for part in constant)
+    if isinstance(constant, CodeType):
+        return constant.replace(co_consts=_cpu_names(constant.co_consts))
+    if isinstance(constant, str) and (constant == "cuda" or constant.startswith("torch.cuda.")):
+        return "cpu" if constant == "cuda" else constant.replace("torch.cuda.", "torch.")
+    return constant
+
+
 def all_to_all_single(original: Callable[..., Any]) -> Callable[..., Any]:
     """gloo takes lists of int; Megatron-core passes whatever its dispatcher counted with."""
 
@@ -92,6 +115,19 @@ def all_to_all_single(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(output, input, *splits, **options)
 
     return call
+
+
+def _optimizer(target: str, aliases: tuple[str, ...] = ()) -> Patch:
+    return Patch(
+        target=f"megatron.core.optimizer.{target}",
+        factory=on_cpu,
+        reason="allocates on a CUDA device, or asks for tensors of one, by name",
+        versions=MEGATRON_CORE,
+        parameters=None,  # only passed through
+        until=UNTIL,
+        applies=accelerator,
+        aliases=tuple(f"megatron.core.optimizer.{alias}" for alias in aliases),
+    )
 
 
 def _te_general_gemm_defined() -> str | None:
@@ -175,6 +211,14 @@ PATCHES: tuple[Patch, ...] = (
         until=UNTIL,
         applies=accelerator,
     ),
+    _optimizer("optimizer:MixedPrecisionOptimizer.__init__"),
+    _optimizer("optimizer:Float16OptimizerWithFloat16Params.__init__"),
+    _optimizer("optimizer:FP32Optimizer.__init__"),
+    _optimizer("distrib_optimizer:DistributedOptimizer._build_model_and_main_param_groups"),
+    _optimizer("grad_scaler:MegatronGradScaler.__init__"),
+    _optimizer("grad_scaler:DynamicGradScaler.__init__"),
+    _optimizer("clip_grads:clip_grad_by_total_norm_fp32", ("optimizer:clip_grad_by_total_norm_fp32",)),
+    _optimizer("clip_grads:count_zeros_fp32", ("optimizer:count_zeros_fp32",)),
     Patch(
         target="megatron.core.transformer.moe.moe_utils:te_general_gemm",
         factory=lambda original: None,

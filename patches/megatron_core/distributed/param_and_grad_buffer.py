@@ -10,7 +10,7 @@ import torch
 from mindspeed_tpi.ops import gradient_groups
 from mindspeed_tpi.parallel import tree
 from mindspeed_tpi.patches.megatron_core.support import UNTIL, VERSIONS, by_version, outside
-from mindspeed_tpi.patches.megatron_core.tensor_parallel.layers import HEAD_GRAD
+from mindspeed_tpi.patches.megatron_core.tensor_parallel.layers import add_head_gradient, head_gradient
 from mindspeed_tpi.patching import Patch
 
 
@@ -21,17 +21,24 @@ class _Done:
 
 
 def start_grad_sync(original: Callable[..., None]) -> Callable[..., None]:
-    """`_ParamAndGradBucketGroup.start_grad_sync`: every bucket's f32 sum over the data-parallel ranks, or this rank's shard."""
+    """`_ParamAndGradBucketGroup.start_grad_sync`: every bucket's f32 sum over the data-parallel ranks, or this rank's shard.
+
+    A tied output projection's gradient, which no bucket holds, is summed likewise and then joins its embedding's: here every
+    gradient is complete, and no later call needs to be made for it.
+    """
 
     def start(self: Any, force_all_reduce: bool | None = False) -> None:
         config = self.ddp_config
         instances = getattr(config, "num_distributed_optimizer_instances", 1)
         dtypes = {bucket.grad_data.dtype for bucket in self.buckets}
+        parameters = [parameter for bucket in self.buckets for parameter in bucket.params_list]
         if instances > 1 or dtypes != {torch.float32}:
             outside(
                 f"gradient reduction with {instances} distributed-optimizer instances of {', '.join(map(str, dtypes))} "
                 "(served: 1 instance, grad_reduce_in_fp32=True)"
             )
+            for parameter in parameters:
+                add_head_gradient(parameter)
             original(self, force_all_reduce)
             return
         if getattr(self, "is_first_batch", False) and self.grad_reduce_handle is not None:
@@ -46,38 +53,30 @@ def start_grad_sync(original: Callable[..., None]) -> Callable[..., None]:
             if config.use_distributed_optimizer
             else self.data_parallel_group
         )
-        ranks = tree.size(group)
+        for parameter in parameters:
+            gradient_groups.check_complete(parameter.main_grad)
         for bucket in self.buckets:
-            data = bucket.grad_data
-            factor = bucket.gradient_scaling_factor / (ranks if config.average_in_collective else 1)
-            for parameter in bucket.params_list:
-                gradient_groups.check_complete(parameter.main_grad)
-                _reduce_head(parameter, factor, group)
-            if factor != 1.0:
-                data *= factor
-            if ranks > 1:
-                total = tree.tree_reduce(data.view(-1, 1), group, scatter=sharded).view(-1)
-                target = data.chunk(ranks)[tree.rank(group)] if sharded else data
-                target.copy_(total)
+            factor = bucket.gradient_scaling_factor / (tree.size(group) if config.average_in_collective else 1)
+            heads = [head for parameter in bucket.params_list if (head := head_gradient(parameter)) is not None]
+            for head in heads:
+                gradient_groups.check_complete(head)
+            for data, scatter in ((bucket.grad_data, sharded), *((head.view(-1), False) for head in heads)):
+                if factor != 1.0:
+                    data *= factor
+                tree.sum_in_place(data, group, scatter=scatter)
+        for parameter in parameters:
+            add_head_gradient(parameter)
         self.grad_reduce_handle = _Done() if config.overlap_grad_reduce else None
 
     return start
-
-
-def _reduce_head(parameter: Any, factor: float, group: Any) -> None:
-    """What a bucket does not hold: the gradient of a tied output projection, whole on every rank."""
-    head = getattr(parameter, HEAD_GRAD, None)
-    if head is not None:
-        gradient_groups.check_complete(head)
-        head *= factor
-        head.copy_(tree.tree_reduce(head, group))
 
 
 PATCHES: tuple[Patch, ...] = (
     Patch(
         target="megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_grad_sync",
         factory=start_grad_sync,
-        reason="a library's sum over more than two ranks depends on its algorithm",
+        reason="a library's sum over more than two ranks depends on its algorithm; and head and embedding gradients of a tied "
+        "weight are added once",
         versions=VERSIONS,
         parameters=by_version(("0.16", ("self", "force_all_reduce")), ("0.13", ("self",))),
         until=UNTIL,

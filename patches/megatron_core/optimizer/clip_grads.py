@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_tpi.parallel.norm_bins import grad_norm
+from mindspeed_tpi.errors import ParityError
+from mindspeed_tpi.parallel import norm_bins
 from mindspeed_tpi.patches.megatron_core.support import UNTIL, VERSIONS, outside
+from mindspeed_tpi.patches.megatron_core.tensor_parallel.layers import head_gradient
 from mindspeed_tpi.patching import Patch
 
 
 def get_grad_norm_fp32(original: Callable[..., float]) -> Callable[..., float]:
-    """2-norm over the ranks of `grad_stats_parallel_group`; other norms go to upstream."""
+    """2-norm over the ranks of `grad_stats_parallel_group` (None: all); other norms go to upstream."""
 
     def norm(
         grads_for_norm: list[Tensor] | Tensor, norm_type: float = 2, grad_stats_parallel_group: Any = None
@@ -22,9 +26,40 @@ def get_grad_norm_fp32(original: Callable[..., float]) -> Callable[..., float]:
             outside(f"a gradient norm of type {norm_type} (served: 2)")
             return original(grads_for_norm, norm_type, grad_stats_parallel_group)
         grads = [grads_for_norm] if isinstance(grads_for_norm, Tensor) else grads_for_norm
-        return grad_norm(grads, grad_stats_parallel_group)
+        return norm_bins.grad_norm(grads, grad_stats_parallel_group or dist.group.WORLD)
 
     return norm
+
+
+def get_grad_norm(original: Callable[..., float]) -> Callable[..., float]:
+    """`ChainedOptimizer.get_grad_norm`: one root over all chained optimizers, whose gradients are spread over groups of their
+    own (dense layers and experts).
+
+    Raises:
+        ParityError: a tied output projection's gradient that no gradient reduction has taken.
+    """
+
+    def grad_norm(self: Any) -> float:
+        grads: dict[Any, list[Tensor]] = {}
+        for optimizer in self.chained_optimizers:
+            if any(head_gradient(parameter) is not None for parameter in _model_parameters(optimizer)):
+                raise ParityError(
+                    "the optimizer steps without the gradient of a tied output projection: call finish_grad_sync() of every "
+                    "DistributedDataParallel, or finalize_model_grads(model), after the last backward pass of a step"
+                )
+            group = optimizer.get_grad_stats_parallel_group()
+            grads.setdefault(group, []).extend(optimizer.get_main_grads_for_grad_norm())
+        return norm_bins.root(*(norm_bins.squares(part, group) for group, part in grads.items()))
+
+    return grad_norm
+
+
+def _model_parameters(optimizer: Any) -> Iterator[Tensor]:
+    """The model's own parameters behind an optimizer's masters."""
+    for model in getattr(optimizer, "model_chunks", ()):
+        yield from model.parameters()
+    yield from chain.from_iterable(getattr(optimizer, "float16_groups", ()))
+    yield from optimizer.get_parameters()
 
 
 PATCHES: tuple[Patch, ...] = (
@@ -34,6 +69,18 @@ PATCHES: tuple[Patch, ...] = (
         reason="the sum of squares depends on layout, library and the number of ranks, and scales every gradient",
         versions=VERSIONS,
         parameters=("grads_for_norm", "norm_type", "grad_stats_parallel_group"),
+        until=UNTIL,
+        aliases=(
+            "megatron.core.optimizer.optimizer:get_grad_norm_fp32",
+            "megatron.core.optimizer.layer_wise_optimizer:get_grad_norm_fp32",
+        ),
+    ),
+    Patch(
+        target="megatron.core.optimizer.optimizer:ChainedOptimizer.get_grad_norm",
+        factory=get_grad_norm,
+        reason="the root of a sum of squared roots is not the root of the sum",
+        versions=VERSIONS,
+        parameters=("self",),
         until=UNTIL,
     ),
 )

@@ -129,13 +129,43 @@ def _tied_head(weight: Tensor) -> Tensor:
     return head  # type: ignore[no-any-return]
 
 
-def add_head_gradients(model: torch.nn.Module) -> None:
-    """Add each tied output projection's gradient to its embedding's `main_grad`, once per optimizer step."""
-    parameter: Any
-    for parameter in model.parameters():
-        if hasattr(parameter, HEAD_GRAD):
-            parameter.main_grad.add_(getattr(parameter, HEAD_GRAD))
-            delattr(parameter, HEAD_GRAD)
+def head_gradient(parameter: Tensor) -> Tensor | None:
+    """The f32 gradient of a tied output projection that has not joined its embedding's yet."""
+    return getattr(parameter, HEAD_GRAD, None)
+
+
+def drop_head_gradient(parameter: Tensor) -> None:
+    """Forget it, as a gradient buffer is zeroed."""
+    if hasattr(parameter, HEAD_GRAD):
+        delattr(parameter, HEAD_GRAD)
+
+
+def add_head_gradient(parameter: Tensor) -> None:
+    """Add it to the embedding's `main_grad`, once per optimizer step, after the data-parallel sum of both."""
+    head = head_gradient(parameter)
+    if head is not None:
+        parameter.main_grad.add_(head)  # type: ignore[attr-defined]
+        drop_head_gradient(parameter)
+
+
+def mark_shards(model: torch.nn.Module) -> None:
+    """Give every sharded weight the `tensor_model_parallel` mark that Megatron-core's initialisation sets, and with
+    `perform_initialization=False` does not: without it the gradient norm takes a shard for a copy and leaves it out."""
+    from megatron.core.tensor_parallel import layers
+    from megatron.core.transformer.moe.experts import GroupedMLP
+
+    for module in model.modules():
+        if isinstance(module, layers.ColumnParallelLinear | layers.VocabParallelEmbedding):
+            sharded = [(module.weight, 0)]
+        elif isinstance(module, layers.RowParallelLinear):
+            sharded = [(module.weight, 1)]
+        elif isinstance(module, GroupedMLP):
+            sharded = [(module.weight1, 1), (module.weight2, 0)]
+        else:
+            continue
+        for weight, dim in sharded:
+            if weight is not None and not hasattr(weight, "tensor_model_parallel"):
+                layers.set_tensor_model_parallel_attributes(weight, True, dim, 1)
 
 
 def _fusion(name: str, value: Any, kind: Literal["replace", "add"]) -> Patch:
