@@ -31,6 +31,7 @@ from mindspeed_tpi.parity.rollout import Rollout
 TAIL_LINES = 30
 _GRACE_SECONDS = 10
 _UPSTREAMS = {"engine": "vLLM", "trainer": "Megatron-core"}
+_MODULES = {"engine": "engine", "trainer": "recompute"}
 
 
 class Process(Protocol):
@@ -309,7 +310,7 @@ class _Job:
         self._outputs = [file[-1] for file in files]
         mode = "audit" if envs.MODE.get() == "audit" else "strict"
         environment = {**os.environ, "MINDSPEED_TPI": "0" if request.stock else mode}
-        module = f"mindspeed_tpi.parity.{side}"
+        module = f"mindspeed_tpi.parity.{_MODULES[side]}"
         job = [module]
         if ranks > 1:
             job = ["mindspeed_tpi.parity.process", str(ranks), module]

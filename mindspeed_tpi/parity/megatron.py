@@ -288,7 +288,7 @@ def transformer_config(profile: Profile, layout: Layout) -> Any:
         moe_token_dispatcher_type=layout.dispatcher,
         overlap_p2p_comm=layout.vpp > 1,  # the batched form mixes up two stages' messages in an interleaved pipeline
         batch_p2p_comm=layout.vpp == 1,
-        calculate_per_token_loss=layout.pp > 1,  # the schedule then leaves the loss as it is
+        calculate_per_token_loss=True,  # schedule and data-parallel sum then leave loss and gradients as they are
         **({} if profile.moe is None else _moe_fields(profile, profile.moe)),
     )
     unknown = {name: value for name, value in fields.items() if name not in TransformerConfig.__dataclass_fields__}

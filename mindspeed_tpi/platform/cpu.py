@@ -117,7 +117,7 @@ def all_to_all_single(original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _optimizer(target: str, aliases: tuple[str, ...] = ()) -> Patch:
+def _optimizer(target: str) -> Patch:
     return Patch(
         target=f"megatron.core.optimizer.{target}",
         factory=on_cpu,
@@ -126,7 +126,6 @@ def _optimizer(target: str, aliases: tuple[str, ...] = ()) -> Patch:
         parameters=None,  # only passed through
         until=UNTIL,
         applies=accelerator,
-        aliases=tuple(f"megatron.core.optimizer.{alias}" for alias in aliases),
     )
 
 
@@ -217,8 +216,8 @@ PATCHES: tuple[Patch, ...] = (
     _optimizer("distrib_optimizer:DistributedOptimizer._build_model_and_main_param_groups"),
     _optimizer("grad_scaler:MegatronGradScaler.__init__"),
     _optimizer("grad_scaler:DynamicGradScaler.__init__"),
-    _optimizer("clip_grads:clip_grad_by_total_norm_fp32", ("optimizer:clip_grad_by_total_norm_fp32",)),
-    _optimizer("clip_grads:count_zeros_fp32", ("optimizer:count_zeros_fp32",)),
+    _optimizer("clip_grads:clip_grad_by_total_norm_fp32"),
+    _optimizer("clip_grads:count_zeros_fp32"),
     Patch(
         target="megatron.core.transformer.moe.moe_utils:te_general_gemm",
         factory=lambda original: None,

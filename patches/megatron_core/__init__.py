@@ -15,7 +15,7 @@ from mindspeed_tpi.patches.megatron_core.models.common.embeddings import (
     yarn_rotary_pos_embedding,
 )
 from mindspeed_tpi.patches.megatron_core.models.gpt import gpt_model
-from mindspeed_tpi.patches.megatron_core.optimizer import clip_grads
+from mindspeed_tpi.patches.megatron_core.optimizer import clip_grads, optimizer
 from mindspeed_tpi.patches.megatron_core.tensor_parallel import cross_entropy, layers
 from mindspeed_tpi.patches.megatron_core.transformer import attention, dot_product_attention, mlp, torch_norm
 from mindspeed_tpi.patches.megatron_core.transformer.moe import (
@@ -45,4 +45,5 @@ PATCHES: tuple[Patch, ...] = (
     *param_and_grad_buffer.PATCHES,
     *clip_grads.PATCHES,
     *serialization.PATCHES,
+    *optimizer.PATCHES,
 )

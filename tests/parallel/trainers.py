@@ -19,11 +19,12 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_tpi import envs
+from mindspeed_tpi.parity.batches import Batch
 from mindspeed_tpi.parity.compare import compare
 from mindspeed_tpi.parity.megatron import import_megatron
 from mindspeed_tpi.parity.request import Request
 from mindspeed_tpi.parity.rollout import Rollout
-from mindspeed_tpi.parity.trainer import Batch, Trainer
+from mindspeed_tpi.parity.trainer import Trainer
 from tests.models import megatron_config, random_prompts
 from tests.rollout_records import record
 

@@ -62,6 +62,5 @@ PATCHES: tuple[Patch, ...] = (
         versions=VERSIONS,
         parameters=by_version(("0.14", ("model", "config", "tp_group")), ("0.13", ("model", "config"))),
         until=UNTIL,
-        aliases=("megatron.core.distributed.finalize_model_grads:_allreduce_layernorm_grads",),
     ),
 )

@@ -11,9 +11,11 @@ from torch import Tensor
 
 import mindspeed_tpi
 from mindspeed_tpi.errors import ParityError
-from mindspeed_tpi.parity.trainer import Batch, Trainer
+from mindspeed_tpi.parity.batches import Batch
+from mindspeed_tpi.parity.schedule import cross_entropy
+from mindspeed_tpi.parity.trainer import Trainer
 from mindspeed_tpi.patches.megatron_core.support import check_covered
-from mindspeed_tpi.patches.megatron_core.tensor_parallel.layers import HEAD_GRAD, add_head_gradients
+from mindspeed_tpi.patches.megatron_core.tensor_parallel.layers import head_gradient
 from mindspeed_tpi.patching import resolve
 from mindspeed_tpi.weights import entries
 from tests.models import FAMILIES
@@ -85,7 +87,7 @@ def test_micro_batches_padding_and_train_mode_do_not_matter(trainer: Build) -> N
     t.model.train()
     batch = Batch.of(rollout.sequences, [1, 0], 33)
     batch.tokens[1, 9:] = torch.arange(24)  # what stands in the padding does not matter either
-    loss = t._loss(batch, 1.0)
+    loss = cross_entropy(t.model, batch, 1.0)
     start = int(rollout.offsets[1])
     assert same_bits(-loss[0, :19].detach(), whole[start + 1 : start + 20])
     assert same_bits(-loss[1, :8].detach(), whole[1:9])
@@ -99,7 +101,6 @@ def test_gradients_run_to_run_and_across_micro_batches(trainer: Build, family: s
     runs = []
     for size in (1, 1, 2, 4):
         t.backward(rollout, advantages, micro_batch=size)
-        add_head_gradients(t.model)
         runs.append(main_grads(t))
     assert all(float(g.abs().max()) > 0 for g in runs[0].values())
     for other in runs[1:]:
@@ -115,7 +116,7 @@ def test_padding_does_not_reach_the_matrix_gradients(trainer: Build) -> None:
     sequences = rollout.sequences
     for row in range(2):
         batch = Batch.of(sequences, [row], 56)
-        loss = t._loss(batch, 1.0)
+        loss = cross_entropy(t.model, batch, 1.0)
         gradient = torch.zeros_like(loss)
         gradient[0, : len(sequences[row]) - 1] = 1 / 27
         loss.backward(gradient)
@@ -147,7 +148,6 @@ def test_gradients_against_float64_transformers(trainer: Build, family: str) -> 
     t = trainer(family, "float32", std=0.05)
     rollout = rollout_for(t, [17])
     t.backward(rollout)
-    add_head_gradients(t.model)
     grads = main_grads(t)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         t.request.model, dtype=torch.float64, attn_implementation="eager"
@@ -163,13 +163,37 @@ def test_gradients_against_float64_transformers(trainer: Build, family: str) -> 
 
 
 def test_the_tied_head_has_an_accumulator_of_its_own(trainer: Build) -> None:
+    """It joins the embedding's once, where Megatron-core ends a gradient reduction, with or without finalize_model_grads."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
     t = trainer("llama-tied")
-    t.backward(rollout_for(t))
+    rollout = rollout_for(t, [16])
+    t.backward(rollout)
     weight = t.model.embedding.word_embeddings.weight
-    head = getattr(weight, HEAD_GRAD).clone()
-    embedding = weight.main_grad.clone()
-    add_head_gradients(t.model)
-    assert same_bits(weight.main_grad, embedding + head) and not hasattr(weight, HEAD_GRAD)
+    whole = main_grads(t)["embedding.word_embeddings.weight"]
+    wrapped = t._training.chunks[0]  # type: ignore[union-attr]
+    batch = Batch.of(rollout.sequences, [0], 16)
+    for _ in range(2):  # nothing is left over for the next step
+        wrapped.zero_grad_buffer()
+        loss = wrapped(batch.tokens, None, None, labels=batch.labels)
+        gradient = torch.zeros_like(loss)
+        gradient[0, :15] = 1 / 15
+        loss.backward(gradient)
+        embedding, head = weight.main_grad.clone(), head_gradient(weight).clone()
+        assert head.any() and not same_bits(embedding, whole)
+        wrapped.finish_grad_sync()
+        assert same_bits(weight.main_grad, embedding + head) and same_bits(weight.main_grad, whole)
+
+
+def test_a_step_without_the_tied_heads_gradient_is_refused(trainer: Build) -> None:
+    t = trainer("llama-tied")
+    rollout = rollout_for(t, [16])
+    t.train_step(rollout)
+    batch = Batch.of(rollout.sequences, [0], 16)
+    t._training.zero_gradients()  # type: ignore[union-attr]
+    t._training.chunks[0](batch.tokens, None, None, labels=batch.labels).sum().backward()  # type: ignore[union-attr]
+    with pytest.raises(ParityError, match=r"call finish_grad_sync\(\) .* or finalize_model_grads\(model\)"):
+        t._training.step(1e-3)  # type: ignore[union-attr]
 
 
 def test_residual_gradient_is_rounded_twice(trainer: Build) -> None:
@@ -203,35 +227,6 @@ def test_a_step_changes_the_model_and_repeats(trainer: Build) -> None:
     newer = replace(rollout, weight_versions=rollout.weight_versions + 3)
     assert not same_bits(first.logprobs(newer), before)
     assert same_bits(first.logprobs(newer), second.logprobs(newer))
-
-
-def test_megatrons_own_data_parallel_wrapper(trainer: Build) -> None:
-    """Gradients through DistributedDataParallel's buffers, hooks and finalize_model_grads are those of the bare model."""
-    t = trainer("llama-tied")
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
-
-    rollout = rollout_for(t, [9, 16])
-    t.backward(rollout)
-    add_head_gradients(t.model)
-    expected = main_grads(t)
-    for parameter in t.model.parameters():
-        del parameter.main_grad  # type: ignore[attr-defined]
-    options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
-    wrapped = DistributedDataParallel(t.model.config, options, t.model)
-    wrapped.zero_grad_buffer()
-    for row in (0, 1):
-        batch = Batch.of(rollout.sequences, [row], 16)
-        loss = wrapped(batch.tokens, None, None, labels=batch.labels)
-        gradient = torch.zeros_like(loss)
-        gradient[0, : batch.lengths[0] - 1] = 1 / torch.tensor(23.0)
-        loss.backward(gradient)
-    finalize_model_grads([wrapped])
-    found = main_grads(t)
-    assert all(same_bits(expected[name], found[name]) for name in expected)
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,9 @@ import torch
 
 from mindspeed_tpi.errors import InputError, LayoutError, ParityError
 from mindspeed_tpi.parity.megatron import build_model
+from mindspeed_tpi.parity.recompute import main
 from mindspeed_tpi.parity.request import Request
-from mindspeed_tpi.parity.trainer import Trainer, main
+from mindspeed_tpi.parity.trainer import Trainer
 from mindspeed_tpi.patches.megatron_core import PATCHES, support
 from mindspeed_tpi.platform import cpu
 from tests.patches.megatron_core.conftest import VOCAB, rollout_for, same_bits, tiny_model
@@ -58,7 +59,7 @@ import mindspeed_tpi
 from mindspeed_tpi.platform import cpu
 cpu.enable()
 import megatron.core.models.gpt, megatron.core.models.gpt.gpt_layer_specs, megatron.core.distributed
-import megatron.core.models.common.embeddings
+import megatron.core.models.common.embeddings, megatron.core.optimizer
 from mindspeed_tpi.patches.megatron_core import PATCHES
 states = {s.patch.target: s.state for s in (*mindspeed_tpi.patch_status(), *cpu.status())}
 assert all(states[p.target] == "applied" for p in (*PATCHES, *cpu.PATCHES)), states
@@ -306,7 +307,7 @@ def test_the_stock_process(trainer: Build, tmp_path: Path, temperature: float) -
     request, asked, out = (str(tmp_path / name) for name in ("q.json", "r.safetensors", "o.safetensors"))
     Path(request).write_text(replace(t.request, stock=True).to_json())
     record([s.tolist() for s in rollout.sequences], None, temperature=temperature).save(asked)
-    command = [sys.executable, "-m", "mindspeed_tpi.parity.trainer", request, asked, out]
+    command = [sys.executable, "-m", "mindspeed_tpi.parity.recompute", request, asked, out]
     env = {**os.environ, "MINDSPEED_TPI": "0", "PYTHONPATH": str(ROOT)}
     result = subprocess.run(command, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
