@@ -29,7 +29,11 @@ def write_config(path: Path, **changes: Any) -> Path:
 
 def module_of(command: Sequence[str]) -> str:
     """`engine` or `trainer`, started as one process or as several ranks."""
-    return [text.rpartition(".")[2] for text in command if text.startswith("mindspeed_tpi.parity.")][-1]
+    return {"engine": "engine", "recompute": "trainer"}[command[_place(command)].rpartition(".")[2]]
+
+
+def _place(command: Sequence[str]) -> int:
+    return max(i for i, text in enumerate(command) if text.startswith("mindspeed_tpi.parity."))
 
 
 @dataclass
@@ -58,7 +62,7 @@ class Engines:
 
     def work(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> int:
         module = module_of(command)
-        words = command[command.index(f"mindspeed_tpi.parity.{module}") + 1 :]
+        words = command[_place(command) + 1 :]
         files = [Path(text) for text in words if not text.startswith("--")]
         number = 2 if module == "engine" else 3
         for work in range(0, len(files), number):

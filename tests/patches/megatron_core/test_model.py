@@ -164,7 +164,6 @@ def test_gradients_against_float64_transformers(trainer: Build, family: str) -> 
 
 def test_the_tied_head_has_an_accumulator_of_its_own(trainer: Build) -> None:
     """It joins the embedding's once, where Megatron-core ends a gradient reduction, with or without finalize_model_grads."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     t = trainer("llama-tied")
     rollout = rollout_for(t, [16])
