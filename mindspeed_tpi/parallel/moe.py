@@ -14,78 +14,143 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_tpi import contract, ops
+from mindspeed_tpi.contract import Leaves
 from mindspeed_tpi.errors import InputError
 from mindspeed_tpi.ops import schemas
 from mindspeed_tpi.ops._autograd import needs_grad, parameter_gradient
 from mindspeed_tpi.parallel import tree
 
-Dispatcher = Literal["alltoall", "allgather"]
+Dispatcher = Literal["alltoall", "allgather", "replicated"]
 
 
 class Dispatch:
-    """Where every (token, expert) pair of one call is computed.
+    """Where every (token, expert) pair of one call is computed; the trainer's and the rollout engine's alike.
 
     A rank owns the experts of its place in `ep_group` and, of each, the columns of its place in `etp_group`. Here the pairs
     of all ranks that meet in an expert are ordered by expert, then by `keys`, so that neither ranks nor dispatcher decide the
     order in which the expert's weight gradient is summed.
 
+    The host reads numbers once, when pairs travel or some stay away: how many go where. Nothing is read back otherwise.
+
     Args:
         ids: int32 [T, k], experts of this rank's tokens, ascending per token.
-        keys: int64 [T], a number per token, unique over the group's tokens and ascending in gradient order.
+        keys: int64 [T], a number per token, unique over the group's tokens and ascending in gradient order; None: no gradients.
         experts: number of experts.
         ep_group, etp_group: process groups; None: this process alone.
-        dispatcher: how tokens travel: each to the ranks that need it, or all to all ranks.
+        dispatcher: how tokens travel: each to the ranks that need it; all to all ranks; or not at all, because every rank of
+            both groups has the same ones.
+        expert_map, local_experts: with `replicated` only: int [experts], the local index of each of this rank's experts and a
+            negative number for others'; and how many are this rank's. None: equal contiguous runs in rank order.
+
+    Attributes:
+        offsets: int64 [local experts + 1]; the rows of local expert e are offsets[e] … offsets[e + 1].
+        slots: int64 [T, k], the row of `send_back`'s result that belongs to each pair.
+        keys: int64 [P], of each row; only where keys were given.
 
     Raises:
         InputError: an expert id outside 0 … experts − 1.
     """
 
+    keys: Tensor
+
     def __init__(
-        self, ids: Tensor, keys: Tensor, experts: int, ep_group: Any, etp_group: Any, dispatcher: Dispatcher
+        self,
+        ids: Tensor,
+        keys: Tensor | None,
+        experts: int,
+        ep_group: Any,
+        etp_group: Any,
+        dispatcher: Dispatcher,
+        expert_map: Tensor | None = None,
+        local_experts: int | None = None,
     ) -> None:
-        if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= experts):
-            raise InputError(f"expert ids {int(ids.min())} … {int(ids.max())} of {experts} experts")
         self._ep_group, self._etp_group, self._dispatcher = ep_group, etp_group, dispatcher
-        self.topk = ids.shape[1]
-        self.local_experts = experts // tree.size(ep_group)
-        pair_experts = ids.flatten().long()
-        home = pair_experts // self.local_experts
-        self._leaving = home.argsort(stable=True)
-        self._sent = torch.bincount(home, minlength=tree.size(ep_group)).tolist()
-        self._received = self._exchange_counts(self._sent)
-        self._counts = tree.gather(torch.tensor([sum(self._received)]), etp_group).flatten().tolist()
-        token = torch.arange(ids.shape[0]).repeat_interleave(self.topk)
-        meta = self._arrive(torch.stack((pair_experts, keys.repeat_interleave(self.topk), token), dim=1))
-        first = tree.rank(ep_group) * self.local_experts
-        expert = meta[:, 0] - first
-        by_key = meta[:, 1].argsort(stable=True)
-        self._order = by_key[expert[by_key].argsort(stable=True)]
-        self._inverse = self._order.argsort()
-        self._token = meta[:, 2]
-        self.keys = meta[self._order, 1]
-        edges = [0, *torch.bincount(expert, minlength=self.local_experts).cumsum(0).tolist()]
-        self.parts = [slice(first, last) for first, last in pairwise(edges)]
-        self._tokens = ids.shape[0]
+        self._tokens, self.topk = ids.shape
+        self._ids = ids
+        self._experts = experts
+        self.local_experts = local_experts or experts // tree.size(ep_group)
+        if dispatcher == "replicated":
+            self._stay(ids.flatten(), expert_map)
+        else:
+            self._travel(ids.flatten(), keys)
+
+    def _stay(self, pairs: Tensor, expert_map: Tensor | None) -> None:
+        """Rows are the pairs of this rank's experts, by expert, then token."""
+        count, away = self.local_experts, tree.size(self._ep_group) > 1
+        first = tree.rank(self._ep_group) * count
+        local = pairs - first if expert_map is None else expert_map[pairs.long()]
+        if away:
+            local = torch.where((local < 0) | (local >= count), count, local)
+        order = local.argsort(stable=True)
+        self.offsets = _edges(local[order], count)
+        self._order = order[: int(self.offsets[-1])] if away else order
+        every = torch.arange(pairs.numel(), device=pairs.device)
+        self.slots = (every if away else torch.empty_like(order).scatter_(0, order, every)).view(-1, self.topk)
+
+    def _travel(self, pairs: Tensor, keys: Tensor | None) -> None:
+        """Rows are the pairs of all ranks that meet in this rank's experts."""
+        ep, local = tree.size(self._ep_group), self.local_experts
+        self._leaving = pairs.argsort(stable=True)
+        sent = _edges(pairs[self._leaving], self._experts).diff().view(ep, local)
+        received = sent if ep == 1 else tree.all_to_all(sent, self._ep_group)
+        everyones = tree.gather(received, self._etp_group)  # [etp, ep, local experts]
+        counts = torch.cat((sent.sum(1), everyones.flatten())).tolist()
+        self._sent, arriving = counts[:ep], torch.tensor(counts[ep:]).view(everyones.shape)
+        if sum(self._sent) != pairs.numel():
+            raise InputError(f"expert ids {int(pairs.min())} … {int(pairs.max())} of {self._experts} experts")
+        self._sources: list[list[int]] = arriving.sum(2).tolist()
+        self._received = self._sources[tree.rank(self._etp_group)]
+        self._counts = [sum(part) for part in self._sources]
+        self._host_edges = [0, *arriving.sum((0, 1)).cumsum(0).tolist()]
+        self.offsets = torch.tensor(self._host_edges, device=pairs.device)
+        total = self._host_edges[-1]
+        expert = torch.arange(local, device=pairs.device).repeat(everyones.shape[0] * ep)
+        expert = expert.repeat_interleave(everyones.flatten(), output_size=total)
+        if keys is None:
+            self._order = expert.argsort(stable=True)
+        else:
+            arrived = self._arrive(keys.repeat_interleave(self.topk))
+            by_key = arrived.argsort(stable=True)
+            self._order = by_key[expert[by_key].argsort(stable=True)]
+            self.keys = arrived[self._order]
+        every = torch.arange(pairs.numel(), device=pairs.device)
+        self.slots = torch.empty_like(every).scatter_(0, self._leaving, every).view(-1, self.topk)
+
+    @cached_property
+    def _inverse(self) -> Tensor:
+        return self._order.argsort()
+
+    @cached_property
+    def parts(self) -> list[slice]:
+        """The rows of each local expert, for products of one expert at a time; read by the host."""
+        edges = self._host_edges if hasattr(self, "_host_edges") else self.offsets.tolist()
+        return [slice(first, last) for first, last in pairwise(edges)]
 
     def send_tokens(self, x: Tensor) -> Tensor:
         """Rows of this rank's experts [P, …], in their order, from every rank's tokens x [T, …]."""
+        if self._dispatcher == "replicated":
+            return x[self._order // self.topk]
         if self._dispatcher == "allgather" and (tree.size(self._ep_group) > 1 or tree.size(self._etp_group) > 1):
             return self._gathered(x)[self._order]
         return self.send_pairs(x.repeat_interleave(self.topk, dim=0))
 
     def send_pairs(self, x: Tensor) -> Tensor:
         """Like `send_tokens`, from one row per pair, x [T·k, …]."""
-        return self._arrive(x)[self._order]
+        return x[self._order] if self._dispatcher == "replicated" else self._arrive(x)[self._order]
 
     def send_back(self, y: Tensor) -> Tensor:
-        """[T·k, …] at the tokens' home, from the experts' rows y [P, …] (the same on all ranks of `etp_group`)."""
+        """[T·k, …] at the tokens' home, in the order of `slots`, from the experts' rows y [P, …] (the same on all ranks of
+        `etp_group`)."""
+        if self._dispatcher == "replicated":
+            if tree.size(self._ep_group) == 1:
+                return y
+            whole = y.new_zeros(self._tokens * self.topk, *y.shape[1:])
+            whole[self._order] = y
+            return tree.owned_sum(whole, self._ep_group)
         arrived = y[self._inverse]
         start = sum(self._counts[: tree.rank(self._etp_group)])
         mine = arrived[start : start + sum(self._received)]
-        returned = self._all_to_all(mine, self._received, self._sent)
-        whole = torch.empty_like(returned)
-        whole[self._leaving] = returned
-        return whole
+        return self._all_to_all(mine, self._received, self._sent)
 
     def _arrive(self, pairs: Tensor) -> Tensor:
         """Rows as they come in: by source rank of `etp_group`, then of `ep_group`, then in the source's order."""
@@ -99,26 +164,22 @@ class Dispatch:
 
     def _gathered(self, x: Tensor) -> Tensor:
         """The rows of `_arrive` for one row per token, picked from all ranks' tokens."""
-        longest, source = self._everyones
+        longest, source, token = self._everyones
         padded = x.new_zeros(longest, *x.shape[1:])
         padded[: x.shape[0]] = x
         whole = tree.gather(tree.gather(padded, self._ep_group), self._etp_group)  # [etp, ep, longest, …]
-        return whole.flatten(0, 1)[source, self._token]
+        return whole.flatten(0, 1)[source, token]
 
     @cached_property
-    def _everyones(self) -> tuple[int, Tensor]:
-        """(most tokens of a rank, source rank of each row of `_arrive`)."""
-        tokens = tree.gather(torch.tensor([self._tokens]), self._ep_group).flatten()
+    def _everyones(self) -> tuple[int, Tensor, Tensor]:
+        """(most tokens of a rank; source rank and token of each row of `_arrive`)."""
+        device = self._ids.device
+        tokens = tree.gather(torch.tensor([self._tokens], device=device), self._ep_group).flatten()
         longest = int(tree.gather(tokens.max(), self._etp_group).max())
-        received = tree.gather(torch.tensor(self._received), self._etp_group)
-        return longest, torch.arange(received.numel()).repeat_interleave(received.flatten())
-
-    def _exchange_counts(self, sent: list[int]) -> list[int]:
-        if tree.size(self._ep_group) == 1:
-            return sent
-        received = torch.empty(len(sent), dtype=torch.int64)
-        dist.all_to_all_single(received, torch.tensor(sent), group=self._ep_group)
-        return received.tolist()  # type: ignore[no-any-return]
+        per_source = torch.tensor(self._sources, device=device).flatten()
+        source = torch.arange(per_source.numel(), device=device)
+        token = torch.arange(self._tokens, device=device).repeat_interleave(self.topk)
+        return longest, source.repeat_interleave(per_source, output_size=sum(self._counts)), self._arrive(token)
 
     def _all_to_all(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
         if tree.size(self._ep_group) == 1:
@@ -126,6 +187,11 @@ class Dispatch:
         y = x.new_empty(sum(received), *x.shape[1:])
         dist.all_to_all_single(y, x.contiguous(), received, sent, group=self._ep_group)
         return y
+
+
+def _edges(ascending: Tensor, count: int) -> Tensor:
+    """int64 [count + 1]: where each of the numbers 0 … count begins in an ascending tensor."""
+    return torch.searchsorted(ascending, torch.arange(count + 1, dtype=ascending.dtype, device=ascending.device))
 
 
 @dataclass(frozen=True)
@@ -154,7 +220,7 @@ def experts(
     rows: Rows,
     grouped: bool = False,
 ) -> Tensor:
-    """The weighted sum of each token's experts, SwiGLU MLPs whose outputs are rounded, in expert-id order.
+    """The weighted sum of each token's experts, SwiGLU MLPs whose outputs are rounded, in expert-id order; differentiable.
 
     Args:
         x: [T, H], this rank's tokens. weights: f32 [T, k], in ascending expert id.
@@ -169,7 +235,7 @@ def experts(
         y: Tensor = _Experts.apply(x, weights, dispatch, etp_group, rows, grouped, len(fc1), *fc1, *fc2)
         return y
     matrices = _matrices(fc1, fc2, grouped, dispatch.local_experts, x.shape[1])
-    return _forward(x, weights, dispatch, *matrices, etp_group)[0]
+    return ops.moe_combine(outputs(x, dispatch, *matrices, etp_group)[0], dispatch.slots, weights)
 
 
 def grouped_fc1(weight: Tensor, experts: int, hidden: int) -> Tensor:
@@ -191,24 +257,43 @@ def _matrices(
     return list(grouped_fc1(fc1[0], experts, hidden)), list(grouped_fc2(fc2[0], experts, hidden))
 
 
-def _forward(
-    x: Tensor, weights: Tensor, dispatch: Dispatch, fc1: Sequence[Tensor], fc2: Sequence[Tensor], etp_group: Any
+def outputs(
+    x: Tensor, dispatch: Dispatch, fc1: Sequence[Tensor] | Tensor, fc2: Sequence[Tensor] | Tensor, etp_group: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(out [T, H], the experts' rows [P, H], their fc1 outputs [P, 2F / etp])."""
+    """The unweighted outputs of all pairs, not differentiable.
+
+    Args:
+        x: [T, H], this rank's tokens.
+        fc1, fc2: per local expert, as for `experts`, or one tensor each: [local experts, 2F / etp, H] and
+            [local experts, H, F / etp].
+
+    Returns:
+        ([T·k, H], rounded, in the order of `dispatch.slots`; the experts' rows [P, H]; their fc1 outputs [P, 2F / etp]).
+    """
     etp = tree.size(etp_group)
     rows = dispatch.send_tokens(x)
-    gate_up = rows.new_empty(rows.shape[0], fc1[0].shape[0])
-    _per_expert(gate_up, dispatch, fc1, lambda part, weight: ops.linear(rows[part], weight))
+    gate_up = _products(rows, dispatch, fc1)
     active = ops.swiglu(gate_up)
     leaves = contract.current().leaves(active.shape[1] * etp, "expert").shard(etp)
-    y = rows.new_empty(rows.shape, dtype=torch.float32 if etp > 1 else x.dtype)
-    out_dtype = y.dtype
-    _per_expert(
-        y, dispatch, fc2, lambda part, weight: ops.linear(active[part], weight, leaves=leaves, out_dtype=out_dtype)
-    )
+    y = _products(active, dispatch, fc2, leaves, torch.float32 if etp > 1 else None)
     if etp > 1:
         y = tree.tree_reduce(y, etp_group, out_dtype=x.dtype)
-    return _combine(dispatch.send_back(y), weights), rows, gate_up
+    return dispatch.send_back(y), rows, gate_up
+
+
+def _products(
+    x: Tensor,
+    dispatch: Dispatch,
+    weights: Sequence[Tensor] | Tensor,
+    leaves: Leaves | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Rows x [P, K] times the weight [N, K] of the expert that they belong to, [P, N]."""
+    if isinstance(weights, Tensor):
+        return ops.grouped_linear(x, weights, dispatch.offsets, leaves=leaves, out_dtype=out_dtype)
+    y = x.new_empty(x.shape[0], weights[0].shape[0], dtype=out_dtype or x.dtype)
+    _per_expert(y, dispatch, weights, lambda rows, w: ops.linear(x[rows], w, leaves=leaves, out_dtype=out_dtype))
+    return y
 
 
 def _per_expert(
@@ -218,10 +303,6 @@ def _per_expert(
     for part, weight in zip(dispatch.parts, weights, strict=True):
         if part.stop > part.start:
             out[part] = product(part, weight)
-
-
-def _combine(y: Tensor, weights: Tensor) -> Tensor:
-    return ops.moe_combine(y, torch.arange(y.shape[0]).view(weights.shape), weights)
 
 
 class _Experts(torch.autograd.Function):
@@ -238,7 +319,8 @@ class _Experts(torch.autograd.Function):
         *parameters: Tensor,
     ) -> Tensor:
         matrices = _matrices(parameters[:count], parameters[count:], grouped, dispatch.local_experts, x.shape[1])
-        out, rows, gate_up = _forward(x, weights, dispatch, *matrices, etp_group)
+        y, rows, gate_up = outputs(x, dispatch, *matrices, etp_group)
+        out = ops.moe_combine(y, dispatch.slots, weights)
         ctx.save_for_backward(weights, rows, gate_up, *parameters)
         ctx.options = (dispatch, etp_group, numbering, grouped, count)
         return out
@@ -275,8 +357,8 @@ class _Experts(torch.autograd.Function):
             )
             if etp > 1:
                 dx_rows = tree.tree_reduce(dx_rows, etp_group, out_dtype=dtype)
-            dx = _combine(dispatch.send_back(dx_rows), torch.ones_like(weights))
-        dpairs = dispatch.send_back(dweights).view(weights.shape)
+            dx = ops.moe_combine(dispatch.send_back(dx_rows), dispatch.slots, torch.ones_like(weights))
+        dpairs = dispatch.send_back(dweights)[dispatch.slots]
 
         scaled = (pair_weights.unsqueeze(1) * dout.float()).to(dtype)
         row = dispatch.keys // numbering.length

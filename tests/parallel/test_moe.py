@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -74,6 +76,51 @@ def test_experts(ranks: Ranks, ep: int, etp: int, dispatcher: str, dtype: torch.
     assert torch.equal(whole(got, "w1", ep, etp, 2), wanted["w1"])
     assert torch.equal(whole(got, "w2", ep, etp, 2), wanted["w2"])
     assert bool((wanted["w1"][EMPTY] == 0).all()) and bool((wanted["w1"] != 0).any())
+
+
+def _replicated(mesh: Mesh, ep: int, etp: int, mapped: bool) -> tuple[Tensor, int]:
+    """The rollout engine's way: every rank has all tokens and the experts in one tensor, in an order of their own if `mapped`.
+    Returns the layer's output and how often the host read a number of the dispatch."""
+    n, r = mesh.size, mesh.rank
+    logits, x = routing(torch.bfloat16)
+    w1, w2 = randn(E, 2, F, H, dtype=torch.bfloat16), randn(E, H, F, dtype=torch.bfloat16)
+    pairs, every = mesh.group(2) if n == 4 else None, mesh.group() if n > 1 else None
+    etp_group = None if etp == 1 else (every if etp == n else pairs)
+    ep_group = None if ep == 1 else (every if ep == n else mesh.across())
+    mine, place, local = torch.arange(E), r // etp, E // ep
+    mine = mine[place::ep] if mapped else mine[place * local : (place + 1) * local]
+    expert_map = torch.full((E,), -1, dtype=torch.int32).scatter_(0, mine, torch.arange(local, dtype=torch.int32))
+    fc1 = torch.stack([w.chunk(etp, 1)[r % etp].flatten(0, 1) for w in w1[mine]])
+    fc2 = torch.stack([w.chunk(etp, 1)[r % etp] for w in w2[mine]])
+    weights, ids = ops.moe_route(logits, K)
+    reads = 0
+
+    def counted(original: Any) -> Any:
+        def read(self: Tensor) -> Any:
+            nonlocal reads
+            reads += 1
+            return original(self)
+
+        return read
+
+    with ExitStack() as stack:
+        for name in ("tolist", "item", "__int__", "__bool__"):
+            stack.enter_context(mock.patch.object(Tensor, name, counted(getattr(Tensor, name))))
+        dispatch = moe.Dispatch(
+            ids, None, E, ep_group, etp_group, "replicated", expert_map if mapped else None, local if mapped else None
+        )
+        found = reads
+    y, *_ = moe.outputs(x.flatten(0, 1), dispatch, fc1, fc2, etp_group)
+    return ops.moe_combine(y, dispatch.slots, weights), found
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize(("ep", "etp"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)])
+def test_one_dispatch_for_trainer_and_engine(ranks: Ranks, ep: int, etp: int, mapped: bool) -> None:
+    (wanted,) = ranks(1, _layer, 1, 1, "alltoall", torch.bfloat16)
+    for out, reads in ranks(ep * etp, _replicated, ep, etp, mapped):
+        assert torch.equal(out, wanted["out"])
+        assert reads == (ep > 1)  # how many pairs are this rank's
 
 
 def test_gradients_against_autograd(ranks: Ranks) -> None:

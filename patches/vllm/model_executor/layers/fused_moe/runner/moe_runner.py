@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mindspeed_tpi import contract, ops
+from mindspeed_tpi import ops
 from mindspeed_tpi.errors import ParityError
-from mindspeed_tpi.parallel import tree
+from mindspeed_tpi.parallel import moe, tree
 from mindspeed_tpi.patches.vllm._parallel import dp_group, ep_group
 from mindspeed_tpi.patches.vllm._versions import UNTIL, VERSIONS
 from mindspeed_tpi.patching import Patch
@@ -38,7 +38,6 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
             "scaling": moe.scaling,
             "eps": moe.eps,
         }
-        self.tpi_down_leaves = contract.current().leaves(moe.ffn, "expert").shard(self.moe_config.tp_size)
 
     return __init__
 
@@ -110,8 +109,15 @@ def _forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             router_logits, _ = self.gate(hidden_states)
         weights, ids = ops.moe_route(router_logits, expert_bias=self.router.e_score_correction_bias, **self.tpi_route)
         tokens, chosen, own = _all_tokens(hidden_states, ids)
-        y, slots = _experts(self, tokens, chosen)
-        routed = ops.moe_combine(y, slots[own], weights)
+        layer, group = self.routed_experts, ep_group()
+        split = self.moe_config.tp_size > 1  # every rank holds a shard of every expert
+        by_expert, by_column = (None, group) if split else (group, None)
+        experts, local = self.moe_config.num_experts, layer.w13_weight.shape[0]
+        dispatch = moe.Dispatch(
+            chosen, None, experts, by_expert, by_column, "replicated", expert_map=layer.expert_map, local_experts=local
+        )
+        y, *_ = moe.outputs(tokens, dispatch, layer.w13_weight, layer.w2_weight, by_column)
+        routed = ops.moe_combine(y, dispatch.slots[own], weights)
         shared = self.shared_experts
         return routed if shared is None else ops.residual_add(routed, shared._layer(hidden_states))
 
@@ -133,44 +139,6 @@ def _all_tokens(x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, slice]:
     ]
     start = sum(counts[: tree.rank(group)])
     return everybodys[0], everybodys[1], slice(start, start + x.shape[0])
-
-
-def _experts(runner: Any, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Unweighted outputs of the chosen experts, the same on every rank.
-
-    Args:
-        x: [T, H], the same on every rank. ids: int32 [T, k], ascending per token.
-
-    Returns:
-        y [T·k, H], rounded, and the row of each choice, int64 [T, k].
-    """
-    layer = runner.routed_experts
-    owners = layer.expert_map  # global → local expert id, −1: another rank's
-    local = ids.flatten() if owners is None else owners[ids.flatten().long()]
-    count = layer.w13_weight.shape[0]
-    local = torch.where(local < 0, count, local)
-    order = local.argsort(stable=True)  # by (expert, token)
-    offsets = torch.searchsorted(local[order], torch.arange(count + 1, dtype=local.dtype))
-    if owners is not None:
-        order = order[: int(offsets[-1])]
-    split = runner.moe_config.tp_size > 1  # every rank holds a shard of every expert
-    gate_up = ops.grouped_linear(x[order // ids.shape[1]], layer.w13_weight, offsets)
-    down = ops.grouped_linear(
-        ops.swiglu(gate_up),
-        layer.w2_weight,
-        offsets,
-        leaves=runner.tpi_down_leaves,
-        out_dtype=torch.float32 if split else None,
-    )
-    if split:
-        down = tree.tree_reduce(down, ep_group(), out_dtype=x.dtype)
-    if owners is None:
-        slots = torch.empty_like(order)
-        slots[order] = torch.arange(order.numel())
-        return down, slots.view(ids.shape)
-    y = x.new_zeros(ids.numel(), x.shape[1])
-    y[order] = down
-    return tree.owned_sum(y, ep_group()), torch.arange(ids.numel()).view(ids.shape)
 
 
 _RUNNER = "vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner"
