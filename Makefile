@@ -26,6 +26,7 @@ test-long: $(VENV)/ready
 	@command -v aarch64-linux-gnu-g++ && command -v qemu-aarch64 && test -d /usr/include/simde || \
 	  apt-get install -y -q g++-aarch64-linux-gnu qemu-user libsimde-dev
 	$(BIN)/python -m tests.native.hashes
+	$(BIN)/python -m tests.native.sanitized
 	timeout 120m $(BIN)/python -m tests.ops.long --state out/long --jobs 2
 	$(BIN)/python -m tests.patches.megatron_core.earlier
 	$(BIN)/python -m tests.parallel.wide
@@ -61,7 +62,7 @@ $(VENV)/python:
 	  echo "'make PYTHON=/path/to/python3.11'. The package itself ('pip install .') works from Python 3.10 on."; exit 1; }
 	@echo "setting up $(VENV) with $$($(PYTHON) --version): torch, vLLM, Megatron-core (a few minutes, once)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) --upgrade pip setuptools wheel
+	$(PIP) --upgrade pip setuptools wheel $(shell grep ^apache-tvm-ffi requirements/engines.txt)
 	@touch $@
 
 clean:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import platform
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -54,10 +56,11 @@ LEVELS["x86_64+emulated"] = {
 }
 
 
-def build_native(target: Path, objects: Path) -> None:
+def build_native(target: Path, objects: Path, binding: bool = False) -> None:
     """Compile every kernel at every level and link them; unchanged files are not compiled again.
 
-    `CXX` and `TPI_TARGET_MACHINE` choose a cross compiler.
+    `CXX` and `TPI_TARGET_MACHINE` choose a cross compiler, `TPI_FLAGS` adds compiler and linker flags. With `binding` the library also
+    holds what calls the kernels with torch's tensors (kernels/binding), which needs apache-tvm-ffi; the C ABI alone needs nothing.
     """
     machine = os.environ.get("TPI_TARGET_MACHINE", platform.machine())
     if machine not in LEVELS:
@@ -67,21 +70,39 @@ def build_native(target: Path, objects: Path) -> None:
     headers = b"".join(
         p.read_bytes() for p in sorted([*include.rglob("*"), *(ROOT / "kernels/cpu").glob("*.h")]) if p.is_file()
     )
+    extra = shlex.split(os.environ.get("TPI_FLAGS", ""))
     jobs: list[tuple[Path, list[str]]] = []
     linked: list[str] = []
     sources = sorted((ROOT / "kernels/cpu").glob("*.cpp"))
+
+    def add(source: Path, name: str, command: list[str], headers: bytes) -> None:
+        digest = hashlib.sha256(
+            headers + source.read_bytes() + " ".join(command).replace(str(ROOT), ".").encode()
+        ).hexdigest()[:16]
+        output = objects / f"{name}.{digest}.o"
+        linked.append(str(output))
+        if not output.exists():
+            jobs.append((output, command))
+
     # Portable objects come first: the linker keeps the first copy of any inline function that two levels share.
     for level, flags in LEVELS[machine].items():
         for source in sources:
             if source.name == "dispatch.cpp" and level:
                 continue
-            command = [*compiler, *FLAGS, *flags, f"-DTPI_LEVEL={level}", f"-I{include}", "-c", str(source)]
-            digest = hashlib.sha256(headers + source.read_bytes() + " ".join(command).encode()).hexdigest()[:16]
-            output = objects / f"{source.stem}.{level}.{digest}.o"
-            linked.append(str(output))
-            if not output.exists():
-                jobs.append((output, command))
+            command = [*compiler, *FLAGS, *extra, *flags, f"-DTPI_LEVEL={level}", f"-I{include}", "-c", str(source)]
+            add(source, f"{source.stem}.{level}", command, headers)
     objects.mkdir(parents=True, exist_ok=True)
+    libraries: list[str] = []
+    if binding:
+        tvm_ffi = _tvm_ffi()
+        header = runpy.run_path(str(ROOT / "kernels/binding/generate.py"))["header"]().encode()
+        (objects / "operators.h").write_bytes(header)
+        folders = [f"-I{objects}", f"-I{include}", "-isystem", f"{tvm_ffi / 'include'}"]
+        source = ROOT / "kernels/binding/operators.cpp"
+        folders.append(f"-I{source.parent}")
+        command = [*compiler, *FLAGS, *extra, "-O2", *folders, "-c", str(source)]
+        add(source, "binding", command, headers + header + (source.parent / "binding.h").read_bytes())
+        libraries = [f"-L{tvm_ffi / 'lib'}", "-ltvm_ffi"]  # resolves to the one that `import tvm_ffi` has loaded
     target.parent.mkdir(parents=True, exist_ok=True)
 
     def compile_one(job: tuple[Path, list[str]]) -> None:
@@ -94,14 +115,24 @@ def build_native(target: Path, objects: Path) -> None:
         for done, _ in enumerate(pool.map(compile_one, jobs), 1):
             print(f"\rmindspeed_tpi kernels: {done}/{len(jobs)}", end="", file=sys.stderr, flush=True)
     # No -fopenmp here: the OpenMP symbols resolve to the runtime that torch has already loaded (one thread pool).
-    subprocess.run([*compiler, "-shared", *linked, "-o", str(target)], check=True)
+    subprocess.run([*compiler, *extra, "-shared", *linked, *libraries, "-o", str(target)], check=True)
+
+
+def _tvm_ffi() -> Path:
+    """Where apache-tvm-ffi is installed; it is not imported, which would import torch."""
+    spec = importlib.util.find_spec("tvm_ffi")
+    if spec is None or not spec.submodule_search_locations:
+        raise SystemExit(
+            "mindspeed_tpi: the binding needs apache-tvm-ffi: pip install apache-tvm-ffi, or build with isolation"
+        )
+    return Path(spec.submodule_search_locations[0])
 
 
 class BuildNative(build_ext):
     """Builds the C-ABI library in place of a Python extension module."""
 
     def build_extension(self, ext: Extension) -> None:
-        build_native(Path(self.get_ext_fullpath(ext.name)), ROOT / "build" / "kernels")
+        build_native(Path(self.get_ext_fullpath(ext.name)), ROOT / "build" / "kernels", binding=True)
 
     def get_ext_filename(self, fullname: str) -> str:
         return LIBRARY

@@ -96,7 +96,7 @@ def _attribute(operator: str, attribute: Attribute, value: Any) -> Any:
         return None
     kind = attribute.kind
     fits = isinstance(value, _KINDS[kind]) and (kind == "bool" or not isinstance(value, bool))
-    if kind == "int":
+    if kind == "int" or (kind == "float" and isinstance(value, int)):
         fits = fits and -INT_LIMIT <= value < INT_LIMIT
     elif kind == "dtype":
         fits = fits and value in STORAGE
@@ -124,6 +124,8 @@ def _memory(operator: str, operand: Operand, value: Any) -> None:
         raise BackendError(f"{where}wrapped by torch.func, expected a plain tensor: the operators have no such rule")
     if value.layout is not torch.strided:
         raise BackendError(f"{where}{value.layout}, expected strided memory: call .to_dense()")
+    if value.is_meta:
+        raise BackendError(f"{where}on meta, expected a tensor that holds data")
     if value.is_neg():
         raise BackendError(f"{where}a lazily negated view, expected plain values: call .resolve_neg()")
 

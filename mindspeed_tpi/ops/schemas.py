@@ -53,10 +53,15 @@ class Op:
             return self.overload(*args)
         if not _known_types.issuperset(map(type, args)):
             return self._other(args)
-        if _is_grad_enabled():
+        recording = _is_grad_enabled()
+        try:
             for i in self._operands:
-                if i < len(args) and getattr(args[i], "requires_grad", False):
+                value = args[i]
+                if value is not None and (value.is_neg() or (recording and value.requires_grad)):
                     return self._recorded(args)
+        except (AttributeError, IndexError):  # a number where a tensor belongs, or too few arguments
+            check(self.name, args)
+            raise
         return self._run(*args)
 
     def _run(self, *args: Any) -> Any:
@@ -65,13 +70,13 @@ class Op:
 
     def _recorded(self, args: tuple[Any, ...]) -> Any:
         """Autograd records the call, as far as the operator has a gradient."""
+        check(self.name, args)
         if not self.differentiable:
             names = [self.row.parameters[i].name for i in self._operands if getattr(args[i], "requires_grad", False)]
             raise BackendError(
                 f"{self.name}: {', '.join(names)} requires a gradient, but this operator records none: call it under "
                 "torch.no_grad(), or detach the operand"
             )
-        check(self.name, args)
         return self.overload(*args)
 
     def _other(self, args: tuple[Any, ...]) -> Any:
