@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mindspeed_tpi import contract, ops
+from mindspeed_tpi import contract, logprobs, ops
 from mindspeed_tpi.ops import schemas
 from mindspeed_tpi.parallel import tree, zigzag
 from mindspeed_tpi.parallel.attention import (
@@ -18,7 +18,6 @@ from mindspeed_tpi.parallel.attention import (
 )
 from mindspeed_tpi.parallel.embedding import vocab_parallel_embedding
 from mindspeed_tpi.parallel.linear import column_parallel_linear, replicated_linear, row_parallel_linear
-from mindspeed_tpi.parallel.logprob import token_logprob
 from mindspeed_tpi.parallel.norm import rms_norm
 from tests.parallel.ranks import Mesh, Ranks
 
@@ -215,7 +214,7 @@ def _head(mesh: Mesh, temperature: float | None, entropy: bool) -> dict[str, Ten
         batch=B,
     )
     t = None if temperature is None else torch.tensor([temperature])
-    found = token_logprob(logits.flatten(0, 1), ids.t().flatten(), t, group=group, entropy=entropy)
+    found = logprobs(logits, ids.t(), temperature=1.0 if t is None else t, group=group, entropy=entropy)
     logprob, ent = found if entropy else (found, torch.zeros(1))
     (logprob.sum() - (0.1 * ent.sum() if entropy else 0)).backward()
     used = min(V - r * mine.shape[0], mine.shape[0])
