@@ -1,7 +1,9 @@
 // The reduction engine of the linear operators: C[r][l] = tree over leaves of chain over k of A[r][k] * B[l][k].
 // A's rows are broadcast, B's lanes fill vectors. Blocking and threads never change the order of one element's sum.
+// Operands are packed in dwords: one element widened to f32, or two bf16 that one instruction multiplies (Singles, Pairs).
 #pragma once
 #include <cstdlib>
+#include <utility>
 
 #include "elementwise.h"
 
@@ -11,7 +13,7 @@ namespace gemm {
 
 // Rows of a register tile 1, 2 or 3 vectors wide: accumulators, vectors of B and one broadcast fill the registers.
 #if defined(TPI_ISA_AVX512)
-constexpr int kTileRows[4] = {0, 24, 14, 8};
+constexpr int kTileRows[4] = {0, 16, 14, 8};
 #elif defined(TPI_ISA_AVX2)
 constexpr int kTileRows[4] = {0, 12, 6, 4};
 #elif defined(TPI_ISA_NEON)
@@ -22,10 +24,10 @@ constexpr int kTileRows[4] = {0, 4, 2, 1};
 
 constexpr i64 kBlockK = 256;         // largest piece of the reduction that is packed at a time
 constexpr int kInnerLevels = 8;      // log2(kBlockK)
+constexpr i64 kChunkBlocks = 4;       // blocks of the reduction that are packed at a time
 constexpr i64 kBlockLanes = 768;     // lanes of B packed at a time
 constexpr i64 kBlockRows = 768;      // rows of C in flight
-constexpr i64 kPackRows = 96;        // rows of A packed at a time
-constexpr i64 kStreamRows = 48;      // the same when B is packed once for all rows
+constexpr i64 kPackRows = 8 * kTileRows[2] < 96 ? 96 : 8 * kTileRows[2];  // rows of A packed at a time
 constexpr i64 kResident = 64 * 1024;  // floats of B that stay in the L2 cache: packed once
 constexpr i64 kInPlaceLanes = 128;   // up to here an f32 A is read in place
 
@@ -77,8 +79,21 @@ struct Reduction {
       while (inner < levels && 2 * block <= kBlockK) block *= 2, ++inner;
     }
   }
+  // The same over pairs of elements; `can_pair`: no pair straddles two leaves, or gate and up.
+  bool can_pair() const { return half ? leaf % 4 == 0 : leaf % 2 == 0 || n <= leaf; }
+  Reduction in_pairs() const {
+    Reduction pairs(div_up(n, 2), div_up(leaf, 2), i64(1) << levels, false);
+    pairs.half = half / 2;
+    pairs.padded = padded;
+    return pairs;
+  }
   // Block boundaries: whole groups of leaves, or pieces that never straddle two leaves.
   i64 block_end(i64 k) const { return min_of(n, min_of(k + block, leaf > kBlockK ? (k / leaf + 1) * leaf : n)); }
+  i64 chunk_end(i64 k, i64 chunk) const {
+    if (chunk >= n) return n;
+    for (const i64 limit = k + chunk; k < n && block_end(k) <= limit;) k = block_end(k);
+    return k;
+  }
   // f(k, source, count) for the runs of [k0, k1) that lie together in memory, at `source`.
   template <class F>
   void for_runs(i64 k0, i64 k1, const F& f) const {
@@ -96,8 +111,18 @@ struct Reduction {
   }
 };
 
+// One step of a chain over a dword of each operand.
+struct Fma {
+  static TPI_INLINE vf step(vf a, vf b, vf c) { return fma(a, b, c); }
+};
+#if defined(TPI_DOT)
+struct Dot {
+  static TPI_INLINE vf step(vf a, vf b, vf c) { return dot(a, b, c); }
+};
+#endif
+
 // acc += A * B over `n` steps. A: R rows with the given stride. B: [n][P * W].
-template <int R, int P>
+template <class Step, int R, int P>
 TPI_INLINE inline void chain(const float* a, i64 stride, const float* b, i64 n, vf (&acc)[R][P]) {
   constexpr int Q = (R + 3) / 4;
   const float* base[Q];
@@ -112,7 +137,7 @@ TPI_INLINE inline void chain(const float* a, i64 stride, const float* b, i64 n, 
     for (int r = 0; r < R; ++r) {
       vf av = set1(base[r / 4][(r % 4) * stride + k]);
 #pragma GCC unroll 4
-      for (int p = 0; p < P; ++p) acc[r][p] = fma(av, bv[p], acc[r][p]);
+      for (int p = 0; p < P; ++p) acc[r][p] = Step::step(av, bv[p], acc[r][p]);
     }
     b += P * W;
   }
@@ -174,7 +199,7 @@ TPI_INLINE inline void tile_root(const Reduction& red, i64 g, Level level, vf (&
 
 // One register tile over the block [k0, k1). `outer` holds this tile's stored levels inner, inner + 1, …, and then the
 // running sum of an unfinished leaf or, after the last block, the result; `stride` floats from one to the next.
-template <int R, int P>
+template <class Step, int R, int P>
 void tile(const Reduction& red, i64 k0, i64 k1, const float* a, i64 a_stride, const float* b, float* outer,
           i64 stride) {
   alignas(64) float near[kInnerLevels * R * P * W];  // levels below `inner`
@@ -188,7 +213,7 @@ void tile(const Reduction& red, i64 k0, i64 k1, const float* a, i64 a_stride, co
     tile_clear(acc);
   for (i64 k = k0;; ++g) {
     i64 leaf_end = (g + 1) * red.leaf, end = min_of(leaf_end, k1);
-    chain<R, P>(a + (k - k0), a_stride, b + (k - k0) * (P * W), end - k, acc);
+    chain<Step, R, P>(a + (k - k0), a_stride, b + (k - k0) * (P * W), end - k, acc);
     if (end == red.n) {
       tile_root(red, g, level, acc);
       tile_store(total, acc);
@@ -204,12 +229,15 @@ void tile(const Reduction& red, i64 k0, i64 k1, const float* a, i64 a_stride, co
     k = end;
   }
 }
-template <int R, int P, class... Args>
-TPI_INLINE inline void tile_of(int rows, Args... args) {
-  if (rows == R)
-    tile<R, P>(args...);
-  else if constexpr (R > 1)
-    tile_of<R - 1, P>(rows, args...);
+using Tile = void (*)(const Reduction&, i64, i64, const float*, i64, const float*, float*, i64);
+template <class Step, int P, int... R>
+Tile tile_among(int rows, std::integer_sequence<int, R...>) {
+  static constexpr Tile kTiles[] = {tile<Step, R + 1, P>...};
+  return kTiles[rows - 1];
+}
+template <class Step, int P>
+inline Tile tile_of(int rows) {
+  return tile_among<Step, P>(rows, std::make_integer_sequence<int, kTileRows[P]>());
 }
 
 // ---- packing ----
@@ -259,7 +287,7 @@ void pack_transposed(const T* src, i64 ld, i64 rows, i64 columns, float* dst, i6
       T copy[W][kEdge] = {};
       for (i64 c = 0; c < columns; c += kEdge) {
         const i64 count = min_of(columns - c, kEdge);
-        for (i64 i = 0; i < rows - r; ++i) std::memcpy(copy[i], s + i * ld + c, size_t(count) * sizeof(T));
+        for (i64 i = 0; i < min_of(rows - r, W); ++i) std::memcpy(copy[i], s + i * ld + c, size_t(count) * sizeof(T));
         pack_transposed(copy[0], kEdge, W, count, d + c * dst_ld, dst_ld);
       }
       return;
@@ -297,88 +325,224 @@ struct Operand {
   const T* at(i64 i, i64 k) const { return k_dense ? p + i * ld + k : p + k * ld + i; }
 };
 
+// How the elements of a reduction of length n fill dwords. k, count and columns are in dwords, n in elements.
+template <class T>
+struct Singles {
+  using Source = T;
+  using Step = Fma;
+  static constexpr int kElements = 1;
+  static constexpr bool kInPlace = sizeof(T) == sizeof(float);
+  static constexpr i64 kNarrowest = 1;   // vectors of the only panel when the lanes fill one
+  static constexpr int kLoad = kColumns<T>;  // dwords of a row that one transposing load covers
+  i64 n;
+
+  // dst[i][k] for rows [i0, i0 + rows)
+  void pack_rows(const Operand<T>& m, i64 i0, i64 rows, i64 k, i64 count, float* dst, i64 ld) const {
+    if (m.k_dense)
+      pack_copied(m.at(i0, k), m.ld, rows, count, dst, ld);
+    else
+      pack_transposed(m.at(i0, k), m.ld, count, rows, dst, ld);
+  }
+  // dst[k][i] for lanes [i0, i0 + lanes)
+  void pack_lanes(const Operand<T>& m, i64 i0, i64 lanes, i64 k, i64 count, float* dst, i64 ld) const {
+    if (m.k_dense)
+      pack_transposed(m.at(i0, k), m.ld, lanes, count, dst, ld);
+    else
+      pack_copied(m.at(i0, k), m.ld, count, lanes, dst, ld);
+  }
+  // out[c] = columns k + c of W rows of a k-dense matrix; `part` reads no more than `rows` rows and n columns.
+  TPI_INLINE void load(const T* row, i64 ld, i64 k, vf (&out)[kLoad]) const { load_transposed(row + k, ld, out); }
+  void load_part_of(const T* row, i64 ld, i64 rows, i64 k, vf (&out)[kLoad]) const {
+    load_transposed_part(row + k, ld, rows, min_of(n - k, kLoad), out);
+  }
+};
+
+#if defined(TPI_DOT)
+// Element 2i in the upper half of dword i, which `dot` takes first. An odd n ends with +0 in rows and -0 in lanes: their
+// product leaves every sum as it is, zeros of both signs included.
+struct Pairs {
+  using Source = bf16;
+  using Step = Dot;
+  static constexpr int kElements = 2;
+  static constexpr bool kInPlace = false;
+  static constexpr i64 kNarrowest = 2;  // fewer tiles to compile
+  static constexpr int kLoad = 4;
+  static constexpr uint16_t kRowEnd = 0, kLaneEnd = 0x8000;
+  i64 n;
+
+  i64 elements(i64 k, i64 count) const { return min_of(2 * count, n - 2 * k); }
+  void pack_rows(const Operand<bf16>& m, i64 i0, i64 rows, i64 k, i64 count, float* dst, i64 ld) const {
+    if (m.k_dense) return pack_swapped(m.at(i0, 2 * k), m.ld, rows, elements(k, count), dst, ld);
+    float joined[W * kPackRows];
+    for (i64 c = 0; c < count; c += W) {
+      const i64 n = min_of(count - c, W);
+      pack_joined(m.at(i0, 2 * (k + c)), m.ld, elements(k + c, n), rows, kRowEnd, joined, kPackRows);
+      pack_transposed(joined, kPackRows, n, rows, dst + c, ld);
+    }
+  }
+  void pack_lanes(const Operand<bf16>& m, i64 i0, i64 lanes, i64 k, i64 count, float* dst, i64 ld) const {
+    if (m.k_dense)
+      pack_pairs_transposed(m.at(i0, 2 * k), m.ld, lanes, elements(k, count), dst, ld);
+    else
+      pack_joined(m.at(i0, 2 * k), m.ld, elements(k, count), lanes, kLaneEnd, dst, ld);
+  }
+  TPI_INLINE void load(const bf16* row, i64 ld, i64 k, vf (&out)[kLoad]) const {
+    load_quad(row + 2 * k, ld * i64(sizeof(bf16)), out);
+#pragma GCC unroll 4
+    for (int i = 0; i < kLoad; ++i) out[i] = swap_halves(out[i]);
+  }
+  __attribute__((noinline)) void load_part_of(const bf16* row, i64 ld, i64 rows, i64 k, vf (&out)[kLoad]) const {
+    bf16 t[W][2 * kLoad];
+    fill(t[0], W * 2 * kLoad, kLaneEnd);
+    for (i64 i = 0; i < min_of(rows, W); ++i)
+      std::memcpy(t[i], row + i * ld + 2 * k, size_t(elements(k, kLoad)) * sizeof(bf16));
+    load(t[0], 2 * kLoad, 0, out);
+  }
+
+ private:
+  static void fill(bf16* p, i64 count, uint16_t bits) {
+    for (i64 i = 0; i < count; ++i) p[i].bits = bits;
+  }
+  // dst[r][k / 2] = src[r][k, k + 1]
+  static void pack_swapped(const bf16* src, i64 ld, i64 rows, i64 columns, float* dst, i64 dst_ld) {
+    for (i64 r = 0; r < rows; ++r, src += ld, dst += dst_ld) {
+      i64 c = 0;
+      for (; c + 2 * W <= columns; c += 2 * W)
+        store(dst + c / 2, swap_halves(tpi::TPI_NS::load(reinterpret_cast<const float*>(src + c))));
+      if (c < columns) {
+        bf16 t[2 * W];
+        fill(t, 2 * W, kRowEnd);
+        std::memcpy(t, src + c, size_t(columns - c) * sizeof(bf16));
+        store(dst + c / 2, swap_halves(tpi::TPI_NS::load(reinterpret_cast<const float*>(t))));
+      }
+    }
+  }
+  // dst[k / 2][c] = src[k, k + 1][c]; columns are padded to a multiple of W.
+  static void pack_joined(const bf16* src, i64 ld, i64 rows, i64 columns, uint16_t end, float* dst, i64 dst_ld) {
+    const vf missing = set1(widen(bf16{end}));
+    for (i64 r = 0; r < rows; r += 2, src += 2 * ld, dst += dst_ld)
+      for_columns(0, columns, [&](i64 c, int n) TPI_INLINE {
+        store(dst + c, join_halves(load_part(src + c, n), r + 1 < rows ? load_part(src + ld + c, n) : missing));
+      });
+  }
+  // dst[k / 2][r] = src[r][k, k + 1]; rows are padded to a multiple of W.
+  void pack_pairs_transposed(const bf16* src, i64 ld, i64 rows, i64 columns, float* dst, i64 dst_ld) const {
+    constexpr i64 kEdge = 64;
+    for (i64 r = 0; r < rows; r += W, src += W * ld, dst += W) {
+      i64 c = 0;
+      if (rows - r >= W)
+        for (; c + 2 * kLoad <= columns; c += 2 * kLoad) {
+          vf t[kLoad];
+          load(src + c, ld, 0, t);
+#pragma GCC unroll 4
+          for (int i = 0; i < kLoad; ++i) store(dst + (c / 2 + i) * dst_ld, t[i]);
+        }
+      for (; c < columns; c += kEdge) {  // the last rows, or columns: a copy of them, padded
+        bf16 copy[W][kEdge];
+        fill(copy[0], W * kEdge, kLaneEnd);
+        const i64 count = min_of(columns - c, kEdge);
+        for (i64 i = 0; i < min_of(rows - r, W); ++i) std::memcpy(copy[i], src + i * ld + c, size_t(count) * sizeof(bf16));
+        for (i64 j = 0; j < count; j += 2 * kLoad) {
+          vf t[kLoad];
+          load(copy[0] + j, kEdge, 0, t);
+          for (i64 i = 0; i < min_of(kLoad, div_up(count - j, 2)); ++i) store(dst + ((c + j) / 2 + i) * dst_ld, t[i]);
+        }
+      }
+    }
+  }
+};
+#endif
+
 // C for rows [r0, r1) and lanes [l0, l1) on the calling thread. finish(r, rows, l, lanes, c, ld) takes the results of a
 // panel, c[rows][ld]. False when memory is short.
-template <class T, class Finish>
-bool reduce_block(const Reduction& red, Operand<T> A, i64 r0, i64 r1, Operand<T> B, i64 l0, i64 l1,
-                  const Finish& finish) {
-  const i64 lanes_max = round_up(min_of(l1 - l0, kBlockLanes), W);
-  const bool resident = red.n <= red.block || lanes_max * red.n <= kResident;
-  const bool in_place = sizeof(T) == sizeof(float) && A.k_dense && !red.half && l1 - l0 <= kInPlaceLanes;
-  const i64 rows_max = min_of(r1 - r0, resident ? kStreamRows : kBlockRows);
+//
+// Loops, outermost first: lanes, rows in flight, a chunk of the reduction (B packed for all lanes), kPackRows rows of A
+// (packed in blocks, for the L2 cache), a panel of B, a block (panel and tile in the L1 cache), tiles. So that the stored
+// levels of a panel's tiles are used again while they are near; with one chunk they are all there is.
+template <class F, class Finish>
+bool reduce_block(const F& format, const Reduction& red, const Operand<typename F::Source>& A, i64 r0, i64 r1,
+                  const Operand<typename F::Source>& B, i64 l0, i64 l1, const Finish& finish) {
+  using Step = typename F::Step;
+  const i64 lanes_max = max_of(round_up(min_of(l1 - l0, kBlockLanes), W), F::kNarrowest * W);
+  const i64 chunk = lanes_max * red.n <= kResident ? max_of(red.n, 1) : kChunkBlocks * red.block;
+  const bool one_chunk = red.n <= chunk;
+  const bool in_place = F::kInPlace && A.k_dense && !red.half && l1 - l0 <= kInPlaceLanes;
+  const i64 rows_max = one_chunk ? r1 - r0 : min_of(r1 - r0, kBlockRows);
+  const i64 part_max = min_of(rows_max, kPackRows);
   const i64 pack_ld = round_up(red.block, 16) + 16;  // off the power-of-two strides that share cache sets
-  const i64 b_size = lanes_max * (resident ? red.n : min_of(red.block, red.n));
-  const i64 a_size = in_place ? 0 : min_of(rows_max, kPackRows) * pack_ld;
-  const i64 level_size = rows_max * lanes_max;
+  const i64 blocks = div_up(min_of(red.n, chunk), red.block) + (red.leaf > kBlockK ? min_of(red.n, chunk) / red.leaf : 0);
+  const i64 b_size = lanes_max * min_of(red.n, chunk);
+  const i64 a_size = in_place ? 0 : part_max * pack_ld * blocks;
+  const i64 level_size = one_chunk ? part_max * 3 * W : rows_max * lanes_max;
   float* b_pack = scratch(round_up(b_size, 16) + a_size + (red.levels - red.inner + 1) * level_size);
   if (!b_pack) return false;
   float* a_pack = b_pack + round_up(b_size, 16);
   float* sums = a_pack + a_size;
+  const float* totals = sums + (red.levels - red.inner) * level_size;
 
   for (i64 lb = l0; lb < l1; lb += kBlockLanes) {
     const i64 lanes = min_of(l1 - lb, kBlockLanes), vectors = div_up(lanes, W);
-    // Panels two vectors wide; an odd count starts with one of three (or is one of one).
-    auto panel_vectors = [&](i64 v) { return vectors == 1 ? 1 : v == 0 && vectors % 2 ? 3 : 2; };
-    auto pack_b = [&](i64 k0, i64 k1, float* dst) {
+    // Panels two vectors wide; an odd count starts with one of three (or is one of kNarrowest).
+    auto panel_vectors = [&](i64 v) { return vectors == 1 ? F::kNarrowest : v == 0 && vectors % 2 ? 3 : 2; };
+    auto pack_b = [&](i64 c0, i64 c1) {
       for (i64 v = 0; v < vectors; v += panel_vectors(v)) {
         const i64 width = panel_vectors(v) * W, l = lb + v * W, n = min_of(l1 - l, width);
-        float* d = dst + v * W * (k1 - k0);
-        red.for_runs(k0, k1, [&](i64 k, i64 source, i64 count) {
-          if (B.k_dense)
-            pack_transposed(B.at(l, source), B.ld, n, count, d + (k - k0) * width, width);
-          else
-            pack_copied(B.at(l, source), B.ld, count, n, d + (k - k0) * width, width);
+        float* d = b_pack + v * W * (c1 - c0);
+        red.for_runs(c0, c1, [&](i64 k, i64 source, i64 count) {
+          format.pack_lanes(B, l, n, source, count, d + (k - c0) * width, width);
         });
       }
     };
-    if (resident)
-      for (i64 k = 0; k < red.n; k = red.block_end(k)) pack_b(k, red.block_end(k), b_pack + k * vectors * W);
     for (i64 rb = r0; rb < r1; rb += rows_max) {
       const i64 rows = min_of(r1 - rb, rows_max);
-      i64 k0 = 0;
+      i64 c0 = 0;
       do {
-        const i64 k1 = red.block_end(k0);
-        const float* b = resident ? b_pack + k0 * vectors * W : b_pack;
-        if (!resident) pack_b(k0, k1, b_pack);
+        const i64 c1 = min_of(red.n, red.chunk_end(c0, chunk));
+        if (!one_chunk || rb == r0) pack_b(c0, c1);
         for (i64 rp = 0; rp < rows; rp += kPackRows) {
           const i64 part = min_of(rows - rp, kPackRows);
-          const float* a = a_pack;
-          i64 a_ld = pack_ld;
-          if (in_place) {
-            a = reinterpret_cast<const float*>(A.at(rb + rp, k0));
-            a_ld = A.ld;
-          } else {
-            red.for_runs(k0, k1, [&](i64 k, i64 source, i64 count) {
-              if (A.k_dense)
-                pack_copied(A.at(rb + rp, source), A.ld, part, count, a_pack + (k - k0), pack_ld);
-              else
-                pack_transposed(A.at(rb + rp, source), A.ld, count, part, a_pack + (k - k0), pack_ld);
-            });
+          if (!in_place) {
+            float* d = a_pack;
+            for (i64 k0 = c0; k0 < c1; k0 = red.block_end(k0), d += part * pack_ld)
+              red.for_runs(k0, red.block_end(k0), [&](i64 k, i64 source, i64 count) {
+                format.pack_rows(A, rb + rp, part, source, count, d + (k - k0), pack_ld);
+              });
           }
           for (i64 v = 0; v < vectors; v += panel_vectors(v)) {
             const int P = int(panel_vectors(v)), width = P * W;
             const i64 groups = div_up(part, kTileRows[P]);
-            for (i64 i = 0; i < groups; ++i) {
-              const i64 r = part * i / groups;
-              const int R = int(part * (i + 1) / groups - r);
-              const float* ar = a + r * a_ld;
-              const float* bv = b + v * W * (k1 - k0);
-              float* s = sums + v * W * rows + (rp + r) * width;
-              if (P == 2)
-                tile_of<kTileRows[2], 2>(R, red, k0, k1, ar, a_ld, bv, s, level_size);
-              else if (P == 1)
-                tile_of<kTileRows[1], 1>(R, red, k0, k1, ar, a_ld, bv, s, level_size);
-              else
-                tile_of<kTileRows[3], 3>(R, red, k0, k1, ar, a_ld, bv, s, level_size);
-            }
+            float* const panel_sums = one_chunk ? sums : sums + v * W * rows + rp * width;
+            i64 k0 = c0;
+            const float* a_block = a_pack;
+            do {
+              const i64 k1 = red.block_end(k0);
+              const float* bv = b_pack + v * W * (c1 - c0) + (k0 - c0) * width;
+              for (i64 i = 0; i < groups; ++i) {
+                const i64 r = part * i / groups;
+                const int R = int(part * (i + 1) / groups - r);
+                const float* ar = in_place ? reinterpret_cast<const float*>(A.at(rb + rp + r, k0)) : a_block + r * pack_ld;
+                const i64 a_ld = in_place ? A.ld : pack_ld;
+                Tile tile = nullptr;
+                if (P == 2)
+                  tile = tile_of<Step, 2>(R);
+                else if (P == 3)
+                  tile = tile_of<Step, 3>(R);
+                else if constexpr (F::kNarrowest == 1)
+                  tile = tile_of<Step, 1>(R);
+                tile(red, k0, k1, ar, a_ld, bv, panel_sums + r * width, level_size);
+              }
+              a_block += part * pack_ld;
+              k0 = k1;
+            } while (k0 < c1);
+            if (one_chunk) finish(rb + rp, part, lb + v * W, min_of(lanes - v * W, width), totals, width);
           }
         }
-        k0 = k1;
-      } while (k0 < red.n);
-      const float* total = sums + (red.levels - red.inner) * level_size;
+        c0 = c1;
+      } while (c0 < red.n);
+      if (one_chunk) continue;
       for (i64 v = 0; v < vectors; v += panel_vectors(v)) {
         const i64 width = panel_vectors(v) * W, l = lb + v * W;
-        finish(rb, rows, l, min_of(l1 - l, width), total + v * W * rows, width);
+        finish(rb, rows, l, min_of(lanes - v * W, width), totals + v * W * rows, width);
       }
     }
   }

@@ -1,5 +1,9 @@
 // linear, its gradients, and their grouped (mixture of experts) forms. Semantics: docs/op-schemas.md.
+#include <type_traits>
+
 #include "gemm.h"
+
+extern "C" bool tpi_use_dot;  // dispatch.cpp
 
 namespace tpi {
 namespace TPI_NS {
@@ -79,28 +83,30 @@ class Ahead {
 
 // M tokens (x widened to f32, [M][K]) against features [n, n + rows), rows <= G * W: y[m][G * W]. The weight is read
 // once, transposed in registers.
-template <class T, int M, int G>
-void in_registers(const Reduction& red, const float* x, const T* w, i64 ldw, i64 rows, float* y) {
-  constexpr int C = kColumns<T>, S = 64 / (C * int(sizeof(T)));  // the weight moves by cache lines
+template <class F, int M, int G>
+void in_registers(const F& format, const Reduction& red, const float* x, const typename F::Source* w, i64 ldw, i64 rows,
+                  float* y) {
+  using T = typename F::Source;
+  constexpr int C = F::kLoad, S = 64 / (C * F::kElements * int(sizeof(T)));  // the weight moves by cache lines
   float stack[64][M * G * W];
   auto level = [&](int l) { return stack[l]; };
   vf acc[M][G];
   // Columns [k, k + count) of the v-th W features; `inside`: a whole transpose may be read.
   auto columns = [&](int v, i64 k, i64 count, bool inside) TPI_INLINE {
-    const T* p = w + v * W * ldw + k;
+    const T* p = w + v * W * ldw;
     vf t[C];
     if (inside)
-      load_transposed(p, ldw, t);
+      format.load(p, ldw, k, t);
     else
-      load_transposed_part(p, ldw, rows - v * W, min_of(red.n - k, C), t);
+      format.load_part_of(p, ldw, rows - v * W, k, t);
 #pragma GCC unroll 32
     for (int j = 0; j < C; ++j)
       if (j < count)
 #pragma GCC unroll 4
-        for (int m = 0; m < M; ++m) acc[m][v] = fma(set1(x[m * red.n + k + j]), t[j], acc[m][v]);
+        for (int m = 0; m < M; ++m) acc[m][v] = F::Step::step(set1(x[m * red.n + k + j]), t[j], acc[m][v]);
   };
   const bool full = rows == G * W;
-  Ahead ahead(w, ldw, red.n, full ? G * W : 0);
+  Ahead ahead(w, ldw, format.n, full ? G * W : 0);
   i64 g = 0, k = 0;
   for (;; ++g) {
     const i64 end = min_of((g + 1) * red.leaf, red.n);
@@ -116,7 +122,7 @@ void in_registers(const Reduction& red, const float* x, const T* w, i64 ldw, i64
     }
     for (; k < end; k += C)
 #pragma GCC unroll 2
-      for (int v = 0; v < G; ++v) columns(v, k, end - k, full && k + C <= red.n);
+      for (int v = 0; v < G; ++v) columns(v, k, end - k, full && (k + C) * F::kElements <= format.n);
     k = end;
     if (end == red.n) break;
     tile_push(g, level, acc);
@@ -124,18 +130,18 @@ void in_registers(const Reduction& red, const float* x, const T* w, i64 ldw, i64
   tile_root(red, g, level, acc);
   tile_store(y, acc);
 }
-template <int M, class T, class Out>
-void in_registers(i64 tokens, const Reduction& red, const float* x, const T* w, i64 ldw, i64 m0, i64 n0, i64 n1,
-                  const Out& out) {
+template <int M, class F, class Out>
+void in_registers(i64 tokens, const F& format, const Reduction& red, const float* x, const typename F::Source* w,
+                  i64 ldw, i64 m0, i64 n0, i64 n1, const Out& out) {
   if constexpr (M > 1) {
-    if (tokens < M) return in_registers<M - 1>(tokens, red, x, w, ldw, m0, n0, n1, out);
+    if (tokens < M) return in_registers<M - 1>(tokens, format, red, x, w, ldw, m0, n0, n1, out);
   }
   constexpr int G = 2;
   for (i64 n = n0; n < n1;) {
     float y[M * G * W];
     const bool wide = n1 - n >= G * W;
     const i64 width = wide ? G * W : W, rows = min_of(n1 - n, width);
-    (wide ? in_registers<T, M, G> : in_registers<T, M, 1>)(red, x, w + n * ldw, ldw, rows, y);
+    (wide ? in_registers<F, M, G> : in_registers<F, M, 1>)(format, red, x, w + n * ldw, ldw, rows, y);
     for (int m = 0; m < M; ++m)
       for_columns(0, rows, [&](i64 i, int lanes) { out.put(m0 + m, n + i, load(y + m * width + i), lanes); });
     n += rows;
@@ -147,30 +153,30 @@ void in_registers(i64 tokens, const Reduction& red, const float* x, const T* w, 
 // tokens.
 constexpr i64 kPanelBytes = 256, kPanelWidth = 2 * W, kPanelTokens = kTileRows[2];
 constexpr i64 kPanelTile = kPanelTokens * kPanelWidth;
-template <class T>
-constexpr i64 kPanelColumns = kPanelBytes / sizeof(T);
-template <class T>
+template <class F>
+constexpr i64 kPanelColumns = kPanelBytes / (F::kElements * sizeof(typename F::Source));
+template <class F>
 i64 panel_floats(const Reduction& red, i64 tokens) {
-  return kPanelColumns<T> * kPanelWidth + div_up(tokens, kPanelTokens) * (red.levels + 1) * kPanelTile;
+  return kPanelColumns<F> * kPanelWidth + div_up(tokens, kPanelTokens) * (red.levels + 1) * kPanelTile;
 }
-template <class T, class Out>
-void over_panels(i64 tokens, Reduction red, const float* x, float* panel, const T* w, i64 ldw, i64 m0, i64 n0, i64 n1,
-                 const Out& out) {
+template <class F, class Out>
+void over_panels(i64 tokens, const F& format, Reduction red, const float* x, float* panel, const typename F::Source* w,
+                 i64 ldw, i64 m0, i64 n0, i64 n1, const Out& out) {
   red.inner = 0;  // a panel ends where its leaf ends, or before
   const i64 groups = div_up(tokens, kPanelTokens), group_size = (red.levels + 1) * kPanelTile;
-  float* sums = panel + kPanelColumns<T> * kPanelWidth;
+  float* sums = panel + kPanelColumns<F> * kPanelWidth;
   auto first = [&](i64 g) { return tokens * g / groups; };
   for (i64 n = n0; n < n1; n += kPanelWidth) {
     const i64 rows = min_of(n1 - n, kPanelWidth);
-    Ahead ahead(w + n * ldw, ldw, red.n, rows);
+    Ahead ahead(w + n * ldw, ldw, format.n, rows);
     i64 k0 = 0;
     do {
-      const i64 k1 = min_of(min_of(k0 + kPanelColumns<T>, (k0 / red.leaf + 1) * red.leaf), red.n);
-      ahead.fetch(rows * (k1 - k0) * i64(sizeof(T)) / 64);
-      pack_transposed(w + n * ldw + k0, ldw, rows, k1 - k0, panel, kPanelWidth);
+      const i64 k1 = min_of(min_of(k0 + kPanelColumns<F>, (k0 / red.leaf + 1) * red.leaf), red.n);
+      ahead.fetch(rows * (k1 - k0) * F::kElements * i64(sizeof(typename F::Source)) / 64);
+      format.pack_lanes({w, ldw, true}, n, rows, k0, k1 - k0, panel, kPanelWidth);
       for (i64 g = 0; g < groups; ++g)
-        tile_of<kPanelTokens, 2>(int(first(g + 1) - first(g)), red, k0, k1, x + first(g) * red.n + k0, red.n, panel,
-                                 sums + g * group_size, kPanelTile);
+        tile_of<typename F::Step, 2>(int(first(g + 1) - first(g)))(red, k0, k1, x + first(g) * red.n + k0, red.n, panel,
+                                                                   sums + g * group_size, kPanelTile);
       k0 = k1;
     } while (k0 < red.n);
     for (i64 g = 0; g < groups; ++g)
@@ -182,21 +188,32 @@ void over_panels(i64 tokens, Reduction red, const float* x, float* panel, const 
 }
 
 // y for tokens [m0, m1) and features [n0, n1).
-template <class T, class Out>
-bool linear_part(const Reduction& red, const T* x, i64 ldx, const T* w, i64 ldw, i64 m0, i64 m1, i64 n0, i64 n1,
-                 const Out& out) {
+template <class F, class Out>
+bool linear_part(const F& format, const Reduction& red, const typename F::Source* x, i64 ldx,
+                 const typename F::Source* w, i64 ldw, i64 m0, i64 m1, i64 n0, i64 n1, const Out& out) {
   const i64 tokens = m1 - m0;
-  if (tokens > kFewTokens<T> || red.half)
-    return reduce_block<T>(red, {w, ldw, true}, n0, n1, {x, ldx, true}, m0, m1, out);
+  if (tokens > kFewTokens<typename F::Source> || red.half)
+    return reduce_block(format, red, {w, ldw, true}, n0, n1, {x, ldx, true}, m0, m1, out);
   const i64 x_size = round_up(tokens * red.n + W, 16);
-  float* wide = scratch(x_size + (tokens > kInRegisters ? panel_floats<T>(red, tokens) : 0));
+  float* wide = scratch(x_size + (tokens > kInRegisters ? panel_floats<F>(red, tokens) : 0));
   if (!wide) return false;
-  pack_copied(x + m0 * ldx, ldx, tokens, red.n, wide, red.n);
+  format.pack_rows({x, ldx, true}, m0, tokens, 0, red.n, wide, red.n);
   if (tokens > kInRegisters)
-    over_panels(tokens, red, wide, wide + x_size, w, ldw, m0, n0, n1, out);
+    over_panels(tokens, format, red, wide, wide + x_size, w, ldw, m0, n0, n1, out);
   else
-    in_registers<kInRegisters>(tokens, red, wide, w, ldw, m0, n0, n1, out);
+    in_registers<kInRegisters>(tokens, format, red, wide, w, ldw, m0, n0, n1, out);
   return true;
+}
+
+// run(format, reduction): pairs of bf16 where `dot` is in use.
+template <class T, class Run>
+auto with_format(const Reduction& red, const Run& run) {
+#if defined(TPI_DOT)
+  if constexpr (std::is_same<T, bf16>::value) {
+    if (tpi_use_dot && red.can_pair()) return run(Pairs{red.n}, red.in_pairs());
+  }
+#endif
+  return run(Singles<T>{red.n}, red);
 }
 
 // The tokens of a group (all of them, or an expert's) and their weight.
@@ -240,9 +257,11 @@ inline int linear(int dtype, int out_dtype, const void* x, i64 ldx, const void* 
     using TO = decltype(result);
     const Reduction red(K, leaf, leaves, paired);
     const TokenMajorOut<TO, T> out{static_cast<TO*>(y), ldy, static_cast<const T*>(bias)};
-    return for_groups(offsets, experts, N, double(N) * double(K), [&](i64 e, i64 m0, i64 m1, i64 n0, i64 n1) {
-      const T* we = static_cast<const T*>(w) + e * expert_stride;
-      return linear_part(red, static_cast<const T*>(x), ldx, we, ldw, m0, m1, n0, n1, out);
+    return with_format<T>(red, [&](const auto& format, const Reduction& steps) {
+      return for_groups(offsets, experts, N, double(N) * double(K), [&](i64 e, i64 m0, i64 m1, i64 n0, i64 n1) {
+        const T* we = static_cast<const T*>(w) + e * expert_stride;
+        return linear_part(format, steps, static_cast<const T*>(x), ldx, we, ldw, m0, m1, n0, n1, out);
+      });
     });
   });
 }
@@ -256,9 +275,12 @@ inline int linear_dx(int dtype, int out_dtype, const void* dy, i64 lddy, const v
     using TO = decltype(result);
     const Reduction red(N, leaf, leaves, paired);
     const RowMajorOut<TO> out{static_cast<TO*>(dx), lddx};
-    return for_groups(offsets, experts, K, double(N) * double(K), [&](i64 e, i64 m0, i64 m1, i64 k0, i64 k1) {
-      const T* we = static_cast<const T*>(w) + e * expert_stride;
-      return reduce_block<T>(red, {static_cast<const T*>(dy), lddy, true}, m0, m1, {we, ldw, false}, k0, k1, out);
+    return with_format<T>(red, [&](const auto& format, const Reduction& steps) {
+      return for_groups(offsets, experts, K, double(N) * double(K), [&](i64 e, i64 m0, i64 m1, i64 k0, i64 k1) {
+        const T* we = static_cast<const T*>(w) + e * expert_stride;
+        return reduce_block(format, steps, {static_cast<const T*>(dy), lddy, true}, m0, m1, {we, ldw, false}, k0, k1,
+                            out);
+      });
     });
   });
 }
@@ -319,7 +341,10 @@ TPI_EXPORT(linear_dw)(int dtype, const void* dy, i64 lddy, const void* x, i64 ld
         const Operand<T> b{static_cast<const T*>(x) + row_first[r] * ldx, row_stride * ldx, false};
         const i64 count = span_count(row_len[r], spans);
         const Reduction red(row_len[r], row_len[r] / count, count);
-        if (!reduce_block(red, a, n0, n1, b, k0, k1, out)) return false;
+        if (!with_format<T>(red, [&](const auto& format, const Reduction& steps) {
+              return reduce_block(format, steps, a, n0, n1, b, k0, k1, out);
+            }))
+          return false;
       }
       return true;
     });

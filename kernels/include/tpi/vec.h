@@ -526,7 +526,7 @@ inline void load_quad(const void* p, i64 row_bytes, vf out[4]) {
   transpose(out);
 }
 #endif
-// The elements of a dword that holds two bf16, widened.
+// The elements of a dword that holds two bf16, widened: even the low one, odd the high one.
 #if defined(TPI_ISA_AVX512)
 inline vf even(vf a) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(a.v), 16))}; }
 inline vf odd(vf a) {
@@ -545,6 +545,27 @@ inline vf odd(vf a) {
 #else
 inline vf even(vf a) { return {(f4)((i4)a.v << 16)}; }
 inline vf odd(vf a) { return {(f4)(((i4)a.v >> 16) << 16)}; }
+#endif
+
+// Two steps of a chain in one instruction of AVX512-BF16: c + a b for the high bf16 of each dword, then for the low one,
+// each with one rounding, subnormals flushed (contract section 2). Whether the CPU has it, and whether it is faster
+// there, dispatch.cpp finds out.
+#if defined(TPI_ISA_AVX512)
+#define TPI_DOT
+inline vf swap_halves(vf a) { return {_mm512_castsi512_ps(_mm512_rol_epi32(_mm512_castps_si512(a.v), 16))}; }
+// The bf16 in the upper halves of the dwords of `high` and `low`, as pairs.
+inline vf join_halves(vf high, vf low) {
+  return {_mm512_castsi512_ps(
+      _mm512_or_si512(_mm512_castps_si512(high.v), _mm512_srli_epi32(_mm512_castps_si512(low.v), 16)))};
+}
+#if defined(TPI_EMULATE_AVX512)
+inline vf dot(vf a, vf b, vf c) { return fma(even(a), even(b), fma(odd(a), odd(b), c)); }
+#else
+inline vf dot(vf a, vf b, vf c) {  // assembly: the level's compiler flags leave the extension out
+  __asm__("vdpbf16ps %2, %1, %0" : "+v"(c.v) : "v"(a.v), "v"(b.v));
+  return c;
+}
+#endif
 #endif
 
 // ---- common to every width ----
