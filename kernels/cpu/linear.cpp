@@ -81,6 +81,8 @@ class Ahead {
   bool on_;
 };
 
+constexpr i64 kAhead = 512;
+
 // M tokens (x widened to f32, [M][K]) against features [n, n + rows), rows <= G * W: y[m][G * W]. The weight is read
 // once, transposed in registers.
 template <class F, int M, int G>
@@ -106,7 +108,14 @@ void in_registers(const F& format, const Reduction& red, const float* x, const t
         for (int m = 0; m < M; ++m) acc[m][v] = F::Step::step(set1(x[m * red.n + k + j]), t[j], acc[m][v]);
   };
   const bool full = rows == G * W;
-  Ahead ahead(w, ldw, format.n, full ? G * W : 0);
+  const i64 row_bytes = format.n * i64(sizeof(T));
+  // kAhead bytes further along W rows, or in the rows after these.
+  auto fetch = [&](int v, i64 k) TPI_INLINE {
+    const i64 at = k * F::kElements * i64(sizeof(T)) + kAhead, row = at < row_bytes ? v * W : (v + G) * W;
+    const char* p = reinterpret_cast<const char*>(w + row * ldw) + (at < row_bytes ? at : at - row_bytes);
+#pragma GCC unroll 16
+    for (int i = 0; i < W; ++i) __builtin_prefetch(p + i * ldw * i64(sizeof(T)));
+  };
   i64 g = 0, k = 0;
   for (;; ++g) {
     const i64 end = min_of((g + 1) * red.leaf, red.n);
@@ -115,7 +124,7 @@ void in_registers(const F& format, const Reduction& red, const float* x, const t
       for (; k + S * C <= end; k += S * C)
 #pragma GCC unroll 2
         for (int v = 0; v < G; ++v) {
-          ahead.fetch(W);
+          fetch(v, k);
 #pragma GCC unroll 4
           for (int s = 0; s < S; ++s) columns(v, k + s * C, C, true);
         }
@@ -136,7 +145,7 @@ void in_registers(i64 tokens, const F& format, const Reduction& red, const float
   if constexpr (M > 1) {
     if (tokens < M) return in_registers<M - 1>(tokens, format, red, x, w, ldw, m0, n0, n1, out);
   }
-  constexpr int G = 2;
+  constexpr int G = W == 16 ? 1 : 2;  // 16 rows: of more streams the hardware loses track
   for (i64 n = n0; n < n1;) {
     float y[M * G * W];
     const bool wide = n1 - n >= G * W;
