@@ -35,7 +35,7 @@ lint: $(VENV)/ready
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports && $(BIN)/python docs/gen_tables.py --check
 
 bench: $(VENV)/ready
-	$(BIN)/python benchmarks/ops.py --out docs/benchmarks && $(BIN)/python benchmarks/parallel.py --out docs/benchmarks && $(BIN)/python benchmarks/engines.py --out docs/benchmarks
+	$(BIN)/python benchmarks/ops.py --out out/benchmarks && $(BIN)/python benchmarks/parallel.py --out out/benchmarks && $(BIN)/python benchmarks/engines.py --out out/benchmarks
 
 docs: $(VENV)/ready
 	$(BIN)/python docs/gen_tables.py

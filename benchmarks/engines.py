@@ -226,6 +226,10 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--out", type=Path, help="directory for engines.md and engines.png")
     options = parser.parse_args()
+    if options.out:
+        from ops import refuse_other_host
+
+        refuse_other_host(options.out / "engines.md")
     with tempfile.TemporaryDirectory(prefix="mindspeed-tpi-bench-") as directory:
         medians = {dtype: measure(dtype, options.rounds, Path(directory)) for dtype in options.dtypes}
     lines = [line for dtype, result in medians.items() for line in table(dtype, result)]

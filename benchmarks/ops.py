@@ -253,7 +253,28 @@ def host() -> str:
         platform.machine(),
     )
     capability = torch.backends.cpu.get_cpu_capability()
-    return f"{model}, torch {torch.__version__} ({capability}), backend {ops.backends.active().describe().get('isa')}"
+    isa = ops.backends.active().describe().get("isa")
+    return f"{model} ({', '.join(flags())}), torch {torch.__version__} ({capability}), backend {isa}"
+
+
+FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16")
+
+
+def flags() -> list[str]:
+    """The instruction sets of this CPU that decide a ratio."""
+    words = set(Path("/proc/cpuinfo").read_text().split())
+    return [flag for flag in FLAGS if flag in words]
+
+
+def refuse_other_host(table: Path) -> None:
+    """Exit when `table` was measured on another kind of host: its rows and new ones would be compared."""
+    if not table.is_file():
+        return
+    first = table.read_text().splitlines()[0]
+    if not first.startswith(f"Host: {host()}"):
+        raise SystemExit(
+            f"{table}: measured on another host or library ({first!r}); this one is {host()!r}. Choose another --out directory"
+        )
 
 
 def plot(rows: list[Row], path: Path) -> None:
@@ -284,6 +305,8 @@ def main() -> None:
     parser.add_argument("--only", help="operators whose name contains this")
     parser.add_argument("--out", type=Path, help="directory for ops.md and ops.png")
     options = parser.parse_args()
+    if options.out:
+        refuse_other_host(options.out / "ops.md")
     print(host(), HEADER, sep="\n")
     with torch.inference_mode(False):
         rows = measure(options.threads, options.quick, options.only)

@@ -292,6 +292,10 @@ def main() -> None:
         kind, *numbers = options.child.split(",")
         CHILDREN[kind](*map(int, numbers))
         return
+    if options.out:
+        from ops import refuse_other_host  # benchmarks/ops.py
+
+        refuse_other_host(options.out / "parallel.md")
     rounds, repeats = (1, 3) if options.quick else (3, 5)
     reduced = reductions(5 if options.quick else 30)
     layers = []

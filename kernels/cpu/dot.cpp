@@ -40,6 +40,7 @@ inline bool dot_has_the_bits() {
   return true;
 }
 
+#if !defined(TPI_EMULATE_AVX512)
 // Seconds of a loop of independent steps, the best of a few.
 template <class Step>
 inline double best_time(const Step& step) {
@@ -62,6 +63,7 @@ inline double best_time(const Step& step) {
   }
   return best;
 }
+#endif
 
 }  // namespace TPI_NS
 }  // namespace tpi
@@ -72,8 +74,12 @@ using namespace tpi::TPI_NS;
 extern "C" int tpi_dot__widest() {
   FloatEnv env;
   if (!dot_has_the_bits()) return 0;
+#if defined(TPI_EMULATE_AVX512)
+  return 1;
+#else
   const double dots = best_time([](vf x, vf acc) { return dot(x, x, acc); });
   const double fmas = best_time([](vf x, vf acc) { return fma(x, x, acc); });
   return dots <= 2 * fmas ? 2 : 1;
+#endif
 }
 #endif

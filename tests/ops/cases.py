@@ -89,6 +89,7 @@ class Case:
 def check(case: Case, isa: str | None = None, threads: int = 1) -> None:
     """cpu == reference, bit for bit."""
     expected = case.run(reference)
+    before = cpu.describe()["isa"]
     if isa is not None:
         cpu.set_isa(isa)
     torch.set_num_threads(threads)
@@ -96,7 +97,7 @@ def check(case: Case, isa: str | None = None, threads: int = 1) -> None:
         actual = case.run(cpu)
     finally:
         torch.set_num_threads(1)
-        cpu.set_isa(cpu.isas()[-1])
+        cpu.set_isa(before)
     for i, (a, b) in enumerate(zip(actual, expected, strict=True)):
         if not same_bits(a, b):  # to print a case takes as long as to run it
             assert_same_bits(a, b, f"{case!r}\non {isa} with {threads} threads, result {i}")
