@@ -89,7 +89,7 @@ def build_native(target: Path, objects: Path, binding: bool = False) -> None:
         for source in sources:
             if source.name == "dispatch.cpp" and level:
                 continue
-            command = [*compiler, *FLAGS, *extra, *flags, f"-DTPI_LEVEL={level}", f"-I{include}", "-c", str(source)]
+            command = [*compiler, *FLAGS, *flags, *extra, f"-DTPI_LEVEL={level}", f"-I{include}", "-c", str(source)]
             add(source, f"{source.stem}.{level}", command, headers)
     objects.mkdir(parents=True, exist_ok=True)
     libraries: list[str] = []
@@ -100,7 +100,7 @@ def build_native(target: Path, objects: Path, binding: bool = False) -> None:
         folders = [f"-I{objects}", f"-I{include}", "-isystem", f"{tvm_ffi / 'include'}"]
         source = ROOT / "kernels/binding/operators.cpp"
         folders.append(f"-I{source.parent}")
-        command = [*compiler, *FLAGS, *extra, "-O2", *folders, "-c", str(source)]
+        command = [*compiler, *FLAGS, "-O2", *extra, *folders, "-c", str(source)]
         add(source, "binding", command, headers + header + (source.parent / "binding.h").read_bytes())
         libraries = [f"-L{tvm_ffi / 'lib'}", "-ltvm_ffi"]  # resolves to the one that `import tvm_ffi` has loaded
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ def main() -> int:
         )
     build = "import sys, setup; setup.build_native(setup.Path(sys.argv[1]), setup.Path(sys.argv[2]), binding=True)"
     library = OUT / "mindspeed_tpi/lib/libmindspeed_tpi.so"
-    flags = {**os.environ, "TPI_FLAGS": "-fsanitize=address -g1 -fno-omit-frame-pointer"}
+    flags = {**os.environ, "TPI_FLAGS": "-O1 -g1 -fsanitize=address -fno-omit-frame-pointer"}
     subprocess.run([sys.executable, "-c", build, str(library), str(OUT / "objects")], cwd=ROOT, env=flags, check=True)
     runtime = subprocess.run(
         ["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
