@@ -2,10 +2,15 @@
 
 import os
 
+declined = False
+"""Whether vLLM has asked in vain: an `import mindspeed_tpi` that follows registers late."""
+
 
 def register() -> None:
     """Load the plugin if `MINDSPEED_TPI` is set to anything but 0; called by vLLM in every process it starts."""
-    if os.environ.get("MINDSPEED_TPI", "0") not in ("", "0"):
+    global declined
+    declined = os.environ.get("MINDSPEED_TPI", "") == ""
+    if not declined and os.environ["MINDSPEED_TPI"] != "0":
         from mindspeed_tpi.integrations.vllm import register as register_plugin
 
         register_plugin()

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_tpi import envs
 from mindspeed_tpi.errors import ParityError
 from mindspeed_tpi.patching import Registry, Status
+from mindspeed_tpi.patching import active as _registries
 
 if TYPE_CHECKING:
     from mindspeed_tpi.parity.check import check, contract_of
@@ -42,7 +44,8 @@ _LAZY = {
 }
 """Public names whose modules are imported at first use, so that importing the package stays light."""
 
-_registries: dict[str, Registry] = {}
+_exported = False
+"""Whether `MINDSPEED_TPI` was unset and this package set it."""
 
 
 def __getattr__(name: str) -> Any:
@@ -56,19 +59,26 @@ def __dir__() -> list[str]:
 
 
 def enable(*upstreams: str) -> None:
-    """Apply the patches of the named upstreams (default: the training side) now or as soon as each is imported.
+    """Apply the patches of the named upstreams (default: the training side) now or as soon as each is imported; where somebody
+    has overwritten one, on top of that.
 
-    A rollout engine's patches (`vllm`) are applied by its plugin entry point in every one of its processes.
+    A rollout engine's patches (`vllm`) are applied by its plugin entry point in every one of its processes. With `MINDSPEED_TPI`
+    unset this acts as 1 and sets it, so that an engine in this process or in a child has parity too: one side alone has none.
 
     Raises:
         PatchError: in strict mode, when a target is missing or changed, or its module was imported before this package.
     """
+    global _exported
     from mindspeed_tpi import patches
 
+    if not envs.MODE.is_set:
+        os.environ[envs.MODE.name], _exported = envs.MODE.get(), True
     logging.getLogger("mindspeed_tpi").setLevel(envs.LOG.get().upper())
     for upstream in upstreams or TRAINING_UPSTREAMS:
         if upstream not in _registries:
-            _registries[upstream] = Registry(patches.declared((upstream,)), strict=envs.strict())
+            _registries[upstream] = Registry(
+                patches.declared((upstream,)), patches.kept(upstream), strict=envs.strict()
+            )
         _registries[upstream].apply()
     if envs.MODE.get() == "audit":
         from mindspeed_tpi import audit
@@ -87,6 +97,10 @@ def disable() -> None:
         from mindspeed_tpi import audit
 
         audit.stop()
+    global _exported
+    if _exported:
+        os.environ.pop(envs.MODE.name, None)
+        _exported = False
     while _registries:
         upstream = next(reversed(_registries))
         _registries[upstream].revert()
@@ -100,3 +114,6 @@ def patch_status() -> list[Status]:
 
 if envs.MODE.get() != "0":
     enable()
+    _plugin = sys.modules.get("mindspeed_tpi_vllm_plugin")
+    if getattr(_plugin, "declined", False):  # vLLM loads its plugins once, and did so while MINDSPEED_TPI was unset
+        _plugin.register()  # type: ignore[union-attr]

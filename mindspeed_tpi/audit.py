@@ -42,6 +42,7 @@ _ACCUMULATES = re.compile(
 )
 _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
 _TORCH = str(Path(torch.__file__).parent) + os.sep
+_STRICT = str(Path(__file__).with_name("strict.py"))
 _OPS = str(Path(__file__).parent / "ops") + os.sep
 
 
@@ -66,8 +67,8 @@ class _Audit(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         found = kind(func)
-        if found and _accumulates(func, args, kwargs):
-            self.calls[found, str(func), _caller(found == "contract")] += 1
+        if found and accumulates(func, args, kwargs):
+            self.calls[found, str(func), caller(found == "contract")] += 1
         return func(*args, **kwargs)
 
     def report(self) -> dict[str, Any]:
@@ -84,17 +85,17 @@ class _Audit(TorchDispatchMode):
         (folder / f"{os.getpid()}.json").write_text(json.dumps(self.report(), indent=1), encoding="utf-8")
 
 
-def _accumulates(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def accumulates(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether this call adds up: integers are exact in any order, and `index_put` may overwrite instead."""
     if "index_put" in func._schema.name and not (kwargs.get("accumulate") or True in args[3:4]):
         return False
     return any(isinstance(x, Tensor) and x.is_floating_point() for x in tree_leaves((args, kwargs)))
 
 
-def _caller(contract: bool) -> str:
+def caller(contract: bool) -> str:
     """`file:line function` of the innermost frame outside torch (and, for our operators, outside their own code); within a
     backward pass also the node that autograd is at."""
-    hidden = (_TORCH, __file__, _OPS) if contract else (_TORCH, __file__)
+    hidden = (_TORCH, __file__, _STRICT, _OPS) if contract else (_TORCH, __file__, _STRICT)
     frame: FrameType | None = sys._getframe(1)
     while frame and (frame.f_code.co_filename.startswith(hidden) or frame.f_code.co_name == "__torch_function__"):
         frame = frame.f_back
@@ -143,6 +144,12 @@ def stop() -> None:
     atexit.unregister(_running.write)
     _running.write()
     _running = None
+
+
+def outside() -> list[dict[str, Any]]:
+    """What this process's record, if one is running, holds of operators that are none of the contract's."""
+    calls = _running.report()["calls"] if _running is not None else []
+    return [call for call in calls if call["kind"] != "contract"]
 
 
 def merged(folder: str | Path) -> list[dict[str, Any]]:

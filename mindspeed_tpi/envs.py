@@ -63,6 +63,12 @@ AUDIT = Flag(
     "mindspeed_tpi_audit",
     "Directory in which each process of mode `audit` leaves its record, `<process id>.json`, when it ends.",
 )
+CHECK_EVERY = Flag(
+    "MINDSPEED_TPI_CHECK_EVERY",
+    "0",
+    "Mode `strict`: N checks every N-th forward pass of a model in training and its backward pass, and every N-th step of an engine, "
+    "for operators that add up outside the contract. `0`: only the first.",
+)
 LOG = Flag(
     "MINDSPEED_TPI_LOG", "warning", "Log level of the `mindspeed_tpi` logger.", ("debug", "info", "warning", "error")
 )
@@ -74,7 +80,7 @@ GRADIENT_GROUPS = Flag(
     "and expert-data-parallel size (docs/invariance.md states what it asks and costs). `0`: off.",
 )
 
-FLAGS = (MODE, BACKEND, CONTRACT, AUDIT, LOG, GRADIENT_GROUPS)
+FLAGS = (MODE, BACKEND, CONTRACT, AUDIT, CHECK_EVERY, LOG, GRADIENT_GROUPS)
 
 
 def strict() -> bool:

@@ -21,5 +21,9 @@ class PatchError(ParityError):
     """A patch target is missing, has changed, or is held by somebody else."""
 
 
+class RequestError(ParityError, ValueError):
+    """A request that an engine cannot answer within the contract; a `ValueError`, so that a server answers it with status 400."""
+
+
 class InputError(ValueError):
     """Bad user input (a file, an option, a model directory): exit status 2."""

@@ -23,3 +23,9 @@ def declared(upstreams: tuple[str, ...] = UPSTREAMS) -> tuple[Patch, ...]:
     """Every declared patch of the named upstreams, in the order in which they apply."""
     modules = [importlib.import_module(f"mindspeed_tpi.patches.{name}") for name in upstreams]
     return tuple(patch for module in modules for patch in module.PATCHES)
+
+
+def kept(upstream: str) -> tuple[str, ...]:
+    """`module:Class.function` of the upstream's code that was read and runs as upstream wrote it."""
+    functions: tuple[str, ...] = importlib.import_module(f"mindspeed_tpi.patches.{upstream}").KEPT
+    return functions

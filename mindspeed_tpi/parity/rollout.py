@@ -22,8 +22,8 @@ from mindspeed_tpi.contract import NumericsContract
 from mindspeed_tpi.errors import ContractError, InputError
 from mindspeed_tpi.ops import RopeConfig
 from mindspeed_tpi.parity import identity
-from mindspeed_tpi.parity.sampling import document, irreproducible, logprob_temperature
 from mindspeed_tpi.patches.vllm.v1.engine.output_processor import SAMPLING
+from mindspeed_tpi.sampling import document, irreproducible, logprob_temperature
 
 FORMAT = "mindspeed-tpi-rollout-2"
 _OLDER = ("mindspeed-tpi-rollout-1",)

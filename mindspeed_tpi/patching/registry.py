@@ -253,3 +253,7 @@ def _rename(entry: _Applied, old: Any, new: Any) -> None:
 
 def _now(held: Mapping[str, Any]) -> list[str]:
     return [f"{target} is now {resolve.described(value)}" for target, value in held.items()]
+
+
+active: dict[str, Registry] = {}
+"""Upstream → its patches in this process, in the order in which they were enabled."""

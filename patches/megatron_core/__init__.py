@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mindspeed_tpi.patches.megatron_core._coverage import KEPT
 from mindspeed_tpi.patches.megatron_core.dist_checkpointing import serialization
 from mindspeed_tpi.patches.megatron_core.distributed import (
     distributed_data_parallel,
@@ -24,6 +25,8 @@ from mindspeed_tpi.patches.megatron_core.transformer.moe import (
     token_dispatcher,
 )
 from mindspeed_tpi.patching import Patch
+
+__all__ = ["KEPT", "PATCHES"]
 
 PATCHES: tuple[Patch, ...] = (
     *layers.PATCHES,

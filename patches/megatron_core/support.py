@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
-from mindspeed_tpi import contract, envs
-from mindspeed_tpi.errors import LayoutError, ParityError
+from mindspeed_tpi import contract
+from mindspeed_tpi.errors import LayoutError
 from mindspeed_tpi.ops import gradient_groups
 from mindspeed_tpi.parallel import tree
+from mindspeed_tpi.strict import outside as outside
 from mindspeed_tpi.versions import MEGATRON_CORE, mismatch
 
-logger = logging.getLogger("mindspeed_tpi")
 _Variant = TypeVar("_Variant")
 
 VERSIONS = MEGATRON_CORE
@@ -51,6 +50,11 @@ _LIMITS = (
     _off("moe_router_padding_for_quantization"),
     _off("moe_apply_probs_on_input"),
     _off("moe_latent_size"),
+    _Limit(
+        "add_bias_linear",
+        lambda c: c.add_bias_linear and c.num_moe_experts,
+        "set it to False: biases of routers and experts are not served; add_qkv_bias=True keeps the attention's",
+    ),
     _off("moe_router_fusion"),
     _off("moe_permute_fusion"),
     _Limit(
@@ -98,6 +102,11 @@ _LIMITS = (
     _off("experimental_attention_variant"),
     _off("linear_attention_freq"),
     _off("inference_fuse_tp_communication"),
+    _off("flash_decode"),
+    _off("enable_cuda_graph"),
+    _off("external_cuda_graph"),
+    _off("cuda_graph_impl", neutral=(None, "none")),
+    _off("quant_recipe"),
 )
 
 
@@ -108,22 +117,6 @@ def unsupported(config: Any) -> list[str]:
         for limit in _LIMITS
         if limit.used(config)
     ]
-
-
-_warned: set[str] = set()
-
-
-def outside(what: str) -> None:
-    """Report something that lies outside the contract and is about to run as upstream wrote it.
-
-    Raises:
-        ParityError: strict mode. Otherwise one warning per message.
-    """
-    if envs.strict():
-        raise ParityError(f"outside the numerics contract: {what}")
-    if what not in _warned:
-        _warned.add(what)
-        logger.warning("outside the numerics contract, runs as upstream wrote it: %s", what)
 
 
 def served(config: Any) -> bool:
@@ -200,42 +193,3 @@ def by_version(*variants: tuple[str, _Variant]) -> _Variant:
         if mismatch(f"megatron-core>={version}") is None:
             return value
     return variants[-1][1]
-
-
-_CONTAINERS = (
-    "DistributedDataParallel",
-    "Dropout",
-    "Float16Module",
-    "FusedScaleMaskSoftmax",
-    "GPTModel",
-    "GroupedMLP",
-    "IdentityFuncOp",
-    "IdentityOp",
-    "LanguageModelEmbedding",
-    "ModuleList",
-    "SequentialMLP",
-    "SelfAttention",
-    "TopKRouter",
-    "TransformerBlock",
-    "TransformerLayer",
-)
-
-
-def check_covered(model: torch.nn.Module) -> None:
-    """Walk a built model and name every module that computes by itself and is not ours.
-
-    A module is ours when its class's `forward` is a replacement of this package; containers only pass tensors on.
-
-    Raises:
-        ParityError: names each such module and its class.
-    """
-    strays = [
-        f"{name or 'model'} ({type(module).__module__}.{type(module).__qualname__})"
-        for name, module in model.named_modules()
-        if type(module).__name__ not in _CONTAINERS and not type(module).forward.__module__.startswith("mindspeed_tpi.")
-    ]
-    if strays:
-        raise ParityError(
-            f"modules outside the numerics contract: {', '.join(strays)}. Build the model from get_gpt_layer_local_spec, after "
-            "mindspeed_tpi has applied its patches, or set MINDSPEED_TPI=1 to run them as upstream wrote them."
-        )

@@ -15,7 +15,7 @@ from mindspeed_tpi.patches.vllm.model_executor.layers.fused_moe.runner import mo
 from mindspeed_tpi.patches.vllm.model_executor.models import qwen2_moe
 from mindspeed_tpi.patches.vllm.platforms import cpu
 from mindspeed_tpi.patches.vllm.v1.attention.backends import registry
-from mindspeed_tpi.patches.vllm.v1.engine import output_processor
+from mindspeed_tpi.patches.vllm.v1.engine import input_processor, output_processor
 from mindspeed_tpi.patches.vllm.v1.sample import sampler
 from mindspeed_tpi.patches.vllm.v1.sample.ops import logprobs, topk_topp_sampler
 from mindspeed_tpi.patching import Patch
@@ -32,7 +32,10 @@ PATCHES: tuple[Patch, ...] = (
     *sampler.PATCHES,
     *topk_topp_sampler.PATCHES,
     *logprobs.PATCHES,
+    *input_processor.PATCHES,
     *output_processor.PATCHES,
     *parallel.PATCHES,
     *cpu.PATCHES,
 )
+
+KEPT: tuple[str, ...] = ()

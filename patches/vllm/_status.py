@@ -12,5 +12,6 @@ def statuses() -> list[Status]:
 
 
 def in_force() -> bool:
-    """Whether every patch of vLLM is applied."""
-    return {status.state for status in statuses()} == {"applied"}
+    """Whether every patch of vLLM was applied; `strict.check_patches` asks whether it still is."""
+    states = {status.state for status in statuses()}
+    return bool(states) and states <= {"applied", "overwritten"}

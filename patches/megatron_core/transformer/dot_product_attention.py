@@ -14,6 +14,7 @@ from mindspeed_tpi import ops
 from mindspeed_tpi.errors import ParityError
 from mindspeed_tpi.parallel import tree
 from mindspeed_tpi.parallel.attention import context_parallel_attention, shared_key_attention
+from mindspeed_tpi.patches.megatron_core._coverage import pass_number
 from mindspeed_tpi.patches.megatron_core.support import (
     UNTIL,
     VERSIONS,
@@ -110,11 +111,13 @@ def _causal(self: Any, query: Tensor, key: Tensor, mask: Tensor | None, bias: Te
 
 
 def _is_causal(mask: Any) -> bool:
-    """Whether a boolean mask [..., s, s] (True: hidden) hides exactly the future; remembered on the mask itself."""
-    if not hasattr(mask, "is_causal_mask"):
+    """Whether a boolean mask [..., s, s] (True: hidden) hides exactly the future; remembered on the mask for the other layers of
+    the same forward pass, since a mask may be edited in place between two."""
+    now = pass_number(), None if mask.is_inference() else mask._version
+    if getattr(mask, "tpi_causal", (None, False))[0] != now:
         future = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).triu(1)
-        mask.is_causal_mask = bool((mask == future).all())
-    return mask.is_causal_mask  # type: ignore[no-any-return]
+        mask.tpi_causal = now, bool((mask == future).all())
+    return mask.tpi_causal[1]  # type: ignore[no-any-return]
 
 
 def init(original: Callable[..., None]) -> Callable[..., None]:

@@ -211,7 +211,6 @@ def test_parity_spec_gives_the_same_model(trainer: Build, family: str) -> None:
     )
     assert model.rotary_pos_emb.rope_config == rope
     weights.load(model, t.request.model)
-    support.check_covered(model)
     tokens = torch.arange(7).unsqueeze(0)
     with torch.no_grad():
         assert same_bits(model(tokens, tokens, None), t.model(tokens, tokens, None))

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mindspeed_tpi.errors import InputError, LayoutError, ParityError
+from mindspeed_tpi.errors import InputError, LayoutError, ParityError, PatchError
 from mindspeed_tpi.parity.engine import Engine, checkpoint
 from mindspeed_tpi.parity.request import EngineOptions, Request
 from mindspeed_tpi.patches.vllm.platforms import cpu
@@ -127,7 +127,20 @@ def own(request_, monkeypatch):
                         "VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}.items():  # fmt: skip
         monkeypatch.setenv(name, value)
     register()
-    yield lambda: own_engine(request_).llm_engine.engine_core.shutdown()
+
+    def run(generate=False):
+        from vllm import SamplingParams
+
+        llm = own_engine(request_)
+        try:
+            if generate:
+                llm.generate(
+                    [{"prompt_token_ids": [3, 4]}], SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False
+                )
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+
+    yield run
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.envs import disable_envs_cache
 
@@ -139,6 +152,27 @@ def test_worker_without_the_plugin_is_refused(own, monkeypatch):
     monkeypatch.setattr(cpu_worker, "in_force", lambda: False)
     with pytest.raises(ParityError, match=r"worker rank 0 \(process \d+\): field plugin is False"):
         own()
+
+
+def test_a_patch_that_somebody_overwrote_is_refused(own, monkeypatch):
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    def theirs(self, layer, x, bias=None):
+        return torch.nn.functional.linear(x, layer.weight, bias)
+
+    monkeypatch.setattr(UnquantizedLinearMethod, "apply", theirs)
+    with pytest.raises(PatchError, match=r"UnquantizedLinearMethod\.apply is now .*theirs.*Call mindspeed_tpi\.enable"):
+        own()
+
+
+def test_the_first_step_is_checked(own, monkeypatch):
+    """An operator that no look at modules can see, in the engine's first step."""
+    from mindspeed_tpi.patches.vllm.model_executor.layers import activation
+
+    swiglu = activation.ops.swiglu
+    monkeypatch.setattr(activation.ops, "swiglu", lambda x: swiglu(x) + 0 * x.sum())
+    with pytest.raises(ParityError, match=r"model\.layers\.0\.mlp\.act_fn ran aten\.sum.*called at .*test_engine\.py"):
+        own(generate=True)
 
 
 @pytest.mark.parametrize("field", ["fingerprint", "backend", "mode"])

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 import mindspeed_tpi
-from mindspeed_tpi import ops
-from mindspeed_tpi.errors import ParityError
+from mindspeed_tpi import ops, strict
+from mindspeed_tpi.errors import ParityError, RequestError
 from mindspeed_tpi.integrations import vllm as plugin
 from mindspeed_tpi.ops import RopeConfig
 from mindspeed_tpi.patches.vllm import PATCHES, _limits
 from mindspeed_tpi.patches.vllm._status import in_force
 from mindspeed_tpi.patches.vllm.v1.attention.backends.cpu_attn import attention_backend_class
+from mindspeed_tpi.patches.vllm.v1.engine import input_processor
 from mindspeed_tpi.patches.vllm.v1.sample.sampler import compute_logprobs
 from mindspeed_tpi.patching import resolve
 from tests.models import write_model
@@ -197,3 +198,63 @@ def test_every_column_has_the_bits_of_token_logprob(scale):
     for token in (0, 7, 99, 150, 299, *logits.argmax(-1).tolist()):
         chosen = ops.token_logprob(logits, torch.full((3,), token))
         assert torch.equal(full[:, token].contiguous().view(torch.int32), chosen.view(torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "logprobs_mode", "named"),
+    [
+        ({"top_p": 0.9}, "processed_logprobs", "top_p=0.9"),
+        ({"top_k": 5}, "processed_logprobs", "top_k=5"),
+        ({"min_p": 0.1}, "processed_logprobs", "min_p=0.1"),
+        ({"presence_penalty": 0.5}, "processed_logprobs", "presence_penalty=0.5"),
+        ({"frequency_penalty": 0.5}, "processed_logprobs", "frequency_penalty=0.5"),
+        ({"repetition_penalty": 1.1}, "processed_logprobs", "repetition_penalty=1.1"),
+        ({"logit_bias": {3: 1.0}}, "processed_logprobs", "logit_bias="),
+        ({"allowed_token_ids": [3]}, "processed_logprobs", "allowed_token_ids="),
+        ({"min_tokens": 2}, "processed_logprobs", "min_tokens=2"),
+        ({"temperature": 0.7}, "raw_logprobs", "temperature=0.7 with logprobs_mode='raw_logprobs'"),
+        ({"temperature": 0.7}, "processed_logprobs", None),
+        ({"temperature": 0.0}, "raw_logprobs", None),
+    ],
+)
+def test_sampling_that_a_trainer_cannot_reproduce(monkeypatch, parameters, logprobs_mode, named):
+    """Where every request of an LLM, AsyncLLM or server enters; a ValueError, which a server answers with status 400."""
+    from vllm import SamplingParams
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    monkeypatch.setenv("MINDSPEED_TPI", "strict")
+    plugin.register()
+    assert InputProcessor._validate_params.__code__.co_filename.endswith("patches/vllm/v1/engine/input_processor.py")
+    upstream = input_processor._validate_params(lambda self, params, tasks: None)
+    request = (
+        SimpleNamespace(model_config=SimpleNamespace(logprobs_mode=logprobs_mode)),
+        SamplingParams(**parameters),
+        (),
+    )
+    if named is None:
+        upstream(*request)
+        return
+    with pytest.raises(RequestError) as error:
+        upstream(*request)
+    assert named in str(error.value) and "generation_config='vllm'" in str(error.value)
+    assert isinstance(error.value, ValueError) and isinstance(error.value, ParityError)
+    monkeypatch.setenv("MINDSPEED_TPI", "1")
+    upstream(*request)
+    assert any(named in line for line in strict.coverage()["outside"])
+
+
+LATE = """
+import os
+from vllm.plugins import load_general_plugins
+load_general_plugins()                                # as vLLM does, once, before anybody imported this package
+import mindspeed_tpi
+from mindspeed_tpi.patches.vllm._status import in_force
+assert in_force() and os.environ["MINDSPEED_TPI"] == "1"
+"""
+
+
+def test_a_plugin_that_was_asked_before_the_import():
+    """With MINDSPEED_TPI unset, vLLM's entry point declines; `import mindspeed_tpi` then serves this process's engine too."""
+    env = {name: value for name, value in os.environ.items() if name != "MINDSPEED_TPI"}
+    done = subprocess.run([sys.executable, "-c", LATE], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -1,14 +1,16 @@
-"""Where a GPTModel is built: refusal of what is not served, and its rotary tables."""
+"""Where a GPTModel is built and run: refusal of what is not served, and its rotary tables."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 from weakref import WeakSet
 
 from mindspeed_tpi import ops
-from mindspeed_tpi.patches.megatron_core.support import UNTIL, VERSIONS, check_vocab, served
+from mindspeed_tpi.patches.megatron_core import _coverage
+from mindspeed_tpi.patches.megatron_core.support import UNTIL, VERSIONS, check_vocab, outside, served
 from mindspeed_tpi.patching import Patch
 
 BUILT: WeakSet[Any] = WeakSet()
@@ -25,13 +27,32 @@ def init(original: Callable[..., None]) -> Callable[..., None]:
         ours = served(bound.arguments["config"])
         if ours:
             check_vocab(bound.arguments["config"], bound.arguments["vocab_size"])
+            kind = bound.arguments["position_embedding_type"]
+            if kind not in ("rope", "yarn", "none"):
+                outside(f"a Megatron-core model with position_embedding_type={kind!r} (use 'rope' or 'yarn')")
         original(*args, **kwargs)
         model = bound.arguments["self"]
         if ours and hasattr(model, "rotary_pos_emb"):
             model.rotary_pos_emb.rope_config = rope_config(model, bound.arguments)
             BUILT.add(model)
+        if ours:
+            _coverage.built(model)
 
     return gpt_model_init
+
+
+def forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`GPTModel.forward` and `TransformerBlock.forward`: upstream's, after a look at what will run."""
+
+    @wraps(original)
+    def checked_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not served(self.config):
+            return original(self, *args, **kwargs)
+        labels = kwargs.get("labels", args[4] if len(args) > 4 else None)
+        logits = getattr(self, "post_process", False) and hasattr(self, "output_layer") and labels is None
+        return _coverage.forward_pass(self, lambda: original(self, *args, **kwargs), logits)
+
+    return checked_forward
 
 
 def rope_config(model: Any, arguments: dict[str, Any]) -> ops.RopeConfig:
@@ -80,6 +101,24 @@ PATCHES: tuple[Patch, ...] = (
         target="megatron.core.models.gpt.gpt_model:GPTModel.__init__",
         factory=init,
         reason="a configuration that is not served must be named before the model runs; rotary tables need float64 angles",
+        versions=VERSIONS,
+        parameters=None,  # only passed through
+        until=UNTIL,
+        kind="wrap",
+    ),
+    Patch(
+        target="megatron.core.models.gpt.gpt_model:GPTModel.forward",
+        factory=forward,
+        reason="no bits: what was replaced or wrapped since the model was built must be named before it runs",
+        versions=VERSIONS,
+        parameters=None,  # only passed through
+        until=UNTIL,
+        kind="wrap",
+    ),
+    Patch(
+        target="megatron.core.transformer.transformer_block:TransformerBlock.forward",
+        factory=forward,
+        reason="no bits: the same, for a block in a model of the user's own",
         versions=VERSIONS,
         parameters=None,  # only passed through
         until=UNTIL,

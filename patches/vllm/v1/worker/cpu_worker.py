@@ -6,13 +6,13 @@ import json
 import logging
 import os
 from collections import Counter
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
-from mindspeed_tpi import contract, envs, ops, versions
+from mindspeed_tpi import contract, envs, ops, strict, versions
 from mindspeed_tpi.errors import ParityError
 from mindspeed_tpi.parallel.layout import Layout
-from mindspeed_tpi.patches.vllm._coverage import changed_logits, uncovered
+from mindspeed_tpi.patches.vllm._coverage import WAY_OUT, calling_operators, changed_logits, uncovered
 from mindspeed_tpi.patches.vllm._status import in_force
 from mindspeed_tpi.patches.vllm.model_executor.layers.rotary_embedding import built_rope
 from mindspeed_tpi.patches.vllm.platforms.cpu import KEY
@@ -123,8 +123,24 @@ def contract_worker_class() -> type[Any]:
                     f"own numerics. Check MINDSPEED_TPI={os.environ.get('MINDSPEED_TPI')!r}, "
                     f"VLLM_PLUGINS={os.environ.get('VLLM_PLUGINS')!r} and the package's installation."
                 )
+            strict.check_patches()
             super().load_model(load_dummy_weights=load_dummy_weights)
             self._tpi_verify()
+            self._tpi_steps = 0
+
+        def execute_model(self, scheduler_output: Any) -> Any:
+            """A step: from the embedding to the logits. The first in strict mode, and every `MINDSPEED_TPI_CHECK_EVERY`-th, runs
+            under `strict.Checked`; a compiled model is one operator there, whose graph was looked at when it was made."""
+            strict.check_patches()
+            step = partial(super().execute_model, scheduler_output)
+            if not (envs.strict() and scheduler_output.total_num_scheduled_tokens):
+                return step()
+            due = strict.due(self._tpi_steps)
+            self._tpi_steps += 1
+            if not due:
+                return step()
+            names = {id(module): name for name, module in self.model_runner.get_model().named_modules()}
+            return strict.Checked("vllm", names, WAY_OUT, calling_operators()).run(step)
 
         @property
         def _tpi_name(self) -> str:
@@ -158,7 +174,7 @@ def contract_worker_class() -> type[Any]:
                 "fingerprint": built.fingerprint,
                 "rope": rope.document(),
                 "uncovered": outside,
-                "coverage": [*outside, *changed_logits(self.vllm_config)],
+                "coverage": [*outside, *changed_logits(self.vllm_config), *strict.lines()],
                 "versions": {name: found for name in versions.UPSTREAMS if (found := versions.installed(name))},
             }
 

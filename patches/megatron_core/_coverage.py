@@ -1,0 +1,252 @@
+"""Which modules of a built Megatron-core model the contract does not serve, by the code that will run and not by names."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn.modules import module as nn_module
+from torch.utils._pytree import tree_leaves
+
+from mindspeed_tpi import envs, strict
+from mindspeed_tpi.patches.megatron_core.transformer.torch_norm import RMSNorm
+from mindspeed_tpi.patching import active, resolve
+
+_CORE = "megatron.core."
+_KEPT = {
+    "models.gpt.gpt_model:GPTModel": ("_preprocess", "_postprocess", "shared_embedding_or_output_weight"),
+    "models.common.language_module.language_module:LanguageModule": (
+        "compute_language_model_loss",
+        "shared_embedding_or_output_weight",
+    ),
+    "models.common.embeddings.language_model_embedding:LanguageModelEmbedding": ("forward",),
+    "transformer.transformer_block:TransformerBlock": (
+        "__call__",
+        "_checkpointed_forward",
+        "_get_layer",
+        "_should_call_local_cudagraph",
+    ),
+    "transformer.transformer_layer:TransformerLayer": (
+        "__call__",
+        "_should_call_local_cudagraph",
+        "forward",
+        "_forward_attention",
+        "_forward_mlp",
+        "_forward_post_mlp",
+        "_forward_pre_mlp_layernorm",
+    ),
+    "transformer.module:GraphableMegatronModule": (
+        "__call__",
+        "_should_call_local_cudagraph",
+        "_should_call_te_cudagraph",
+    ),
+    "transformer.module:Float16Module": ("forward",),
+    "transformer.attention:Attention": (
+        "forward",
+        "_checkpointed_attention_forward",
+        "_adjust_key_value_for_inference",
+    ),
+    "transformer.identity_op:IdentityOp": ("forward",),
+    "transformer.identity_op:IdentityFuncOp": ("forward",),
+    "transformer.moe.router:Router": ("forward", "routing", "gating"),
+    "transformer.moe.router:TopKRouter": ("forward", "routing", "gating"),
+    "transformer.moe.experts:SequentialMLP": ("forward",),
+    "transformer.moe.experts:GroupedMLP": ("forward",),
+    "fusions.fused_softmax:FusedScaleMaskSoftmax": ("forward",),
+    "distributed.data_parallel_base:_BaseDataParallel": ("forward",),
+}
+KEPT = tuple(f"{_CORE}{owner}.{name}" for owner, names in _KEPT.items() for name in names)
+"""Upstream's code between a model's modules: it passes tensors on, or (routers, experts, the softmax) is never called."""
+
+_TORCH = (
+    torch.nn.Module.__call__,
+    torch.nn.Module.forward,  # not implemented: a container
+    torch.nn.Dropout.forward,
+)
+_FUNCTIONS = ("self_attn_bda", "cross_attn_bda", "mlp_bda")
+"""Attributes of a TransformerLayer that hold a function of its spec."""
+_GUARDED = "tpi_guarded"
+
+_WAY_OUT = "Build the model from get_gpt_layer_local_spec and take log-probabilities from mindspeed_tpi.logprobs or the model's own loss"
+
+
+class _Known:
+    """The functions that may run in a model: this package's, and upstream's that were read."""
+
+    def __init__(self) -> None:
+        registry = active["megatron_core"]
+        kept = registry.kept_functions()
+        ours = registry.replacements()
+        self._ids = ours.keys() | {id(f) for f in (RMSNorm.forward, *_TORCH, *map(resolve.function, kept.values()))}
+        self._methods: dict[type, set[str]] = {}
+        for target in (*kept, *ours.values()):
+            holder, _, name = target.rpartition(".")
+            if ":" in holder and isinstance(owner := resolve.reached(holder), type):
+                self._methods.setdefault(owner, set()).add(name)
+
+    def holds(self, value: Any) -> bool:
+        return id(resolve.function(value)) in self._ids
+
+    def problems(self, module: torch.nn.Module) -> Iterator[str]:
+        """What of one module, its children apart, is not served."""
+        kind, own = type(module), vars(module)
+        names = {"forward", "__call__"}.union(*(self._methods.get(base, ()) for base in kind.__mro__)) - {
+            "__init__",
+            "__new__",
+        }
+        for name in sorted(names):
+            found = own.get(name) if name != "__call__" else None
+            found = inspect.getattr_static(kind, name) if found is None else found
+            if not self.holds(found):
+                yield f"{name} is {resolve.described(found)}"
+        for name in _FUNCTIONS:
+            found = own.get(name)  # an IdentityFuncOp is among the modules
+            if found is not None and not self.holds(found):
+                yield f"{name} is {resolve.described(found)}"
+        if isinstance(module, torch.nn.Dropout) and module.p:
+            yield f"p={module.p}"
+        if module._compiled_call_impl is not None:
+            yield "compiled by Module.compile()"
+
+
+def uncovered(model: torch.nn.Module) -> list[str]:
+    """`name (class: what)` of every module of a Megatron-core model that computes by itself and is not served.
+
+    A module is served when what a call of it would run is a replacement of this package or upstream's own code that was read
+    (`KEPT`): its `forward`, own or inherited, and its other methods that a replacement or upstream calls. Hooks may look (`_guard`).
+    """
+    known = _Known()
+    return [
+        f"{name or 'model'} ({type(module).__module__}.{type(module).__qualname__}: {', '.join(problems)})"
+        for name, module in model.named_modules()
+        if (problems := list(known.problems(module)))
+    ]
+
+
+def check_covered(model: torch.nn.Module) -> None:
+    """Refuse a built model with modules outside the contract; outside strict mode, one warning.
+
+    Raises:
+        ParityError: names each such module, its class, and what of it is not served.
+    """
+    strays = uncovered(model)
+    if strays:
+        strict.outside(
+            f"modules {', '.join(strays)}. Build the model from get_gpt_layer_local_spec, after mindspeed_tpi has applied its "
+            "patches; MINDSPEED_TPI=1 runs them as they are"
+        )
+
+
+def _guard(hooks: dict[int, Any]) -> None:
+    """Let the hooks of a module, which may be probes or a value head's, look at what it takes and gives, and change nothing."""
+    for key, hook in list(hooks.items()):
+        if not hasattr(hook, _GUARDED):
+            hooks[key] = _looking_only(hook)
+
+
+def _looking_only(hook: Callable[..., Any]) -> Callable[..., Any]:
+    def look(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not x.is_inference()]
+        before = [x._version for x in tensors]
+        result = hook(module, *args, **kwargs)
+        if result is not None or [x._version for x in tensors] != before:
+            strict.outside(
+                f"the hook {resolve.described(hook)} changes what a {type(module).__qualname__} takes or gives (a hook may read: "
+                "let it return None and edit nothing in place)"
+            )
+        return result
+
+    setattr(look, _GUARDED, True)
+    return look
+
+
+class _Passes:
+    """One model's forward passes: its modules as they were last checked, and which pass is next."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
+        self._counts = [0, 0]
+        """Without and with gradients."""
+        self._open: strict.Checked | None = None
+
+    def look(self, model: torch.nn.Module) -> None:
+        """Check the model again if anything about its modules has changed since the last time."""
+        if not self._seen or any(_state(own) != before for own, before in self._seen):
+            check_covered(model)
+            for hooks in (nn_module._global_forward_pre_hooks, nn_module._global_forward_hooks):
+                _guard(hooks)
+            for module in model.modules():
+                _guard(module._forward_pre_hooks)
+                _guard(module._forward_hooks)
+            self._seen = [(vars(module), _state(vars(module))) for module in model.modules()]
+
+    def run(self, model: torch.nn.Module, call: Callable[[], Any], logits: bool) -> Any:
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+        kind = torch.is_grad_enabled()
+        due = strict.due(self._counts[kind])
+        self._counts[kind] += 1
+        if not due or not envs.strict():
+            return call()
+        names = {id(module): name or "model" for name, module in model.named_modules()}
+        self._open = strict.Checked("megatron_core", names, _WAY_OUT)
+        return self._open.run(call, logits)
+
+
+def _state(own: dict[str, Any]) -> tuple[Any, ...]:
+    """What of a module's attributes decides which code runs."""
+    return (
+        own.get("forward"),
+        own.get("mlp_bda"),
+        own.get("self_attn_bda"),
+        len(own),
+        len(own["_forward_hooks"]),
+        len(own["_forward_pre_hooks"]),
+        *map(id, own["_modules"].values()),
+    )
+
+
+_passes: WeakKeyDictionary[torch.nn.Module, _Passes] = WeakKeyDictionary()
+_within: ContextVar[bool] = ContextVar("within", default=False)
+_number = 0
+
+
+def pass_number() -> int:
+    """Forward passes of models that this process has begun: what was computed from a tensor holds within one of them."""
+    return _number
+
+
+def built(model: torch.nn.Module) -> None:
+    """Check a model that has just been built."""
+    strict.check_patches()
+    strict.check_aliases()
+    check_covered(model)
+
+
+def forward_pass(model: torch.nn.Module, call: Callable[[], Any], logits: bool) -> Any:
+    """Run a forward pass of a model, or of a block that no model of ours holds, after asking whether it is still covered.
+
+    Args:
+        call: the pass. logits: its result is logits.
+
+    Raises:
+        ParityError: strict mode, and it is not; or an operator outside the contract ran in a pass that is checked.
+    """
+    global _number
+    if _within.get():
+        return call()
+    token = _within.set(True)
+    _number += 1
+    try:
+        strict.check_patches()
+        passes = _passes.setdefault(model, _Passes())
+        passes.look(model)
+        return passes.run(model, call, logits)
+    finally:
+        _within.reset(token)
