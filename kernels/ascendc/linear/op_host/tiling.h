@@ -9,7 +9,7 @@ struct LinearTiling {
   uint32_t has_bias;
   uint32_t tile_rows;
 
-  // A tile fills L0C (128 KB of float32); L1 holds two of each operand's panels of kPanelBytes along k, L0 two of kStepBytes.
+  // A tile fills L0C (128 KB of float32), in two halves of its columns; L1 holds two of each operand's panels of kPanelBytes along k, L0 two of kStepBytes.
   static constexpr uint32_t kTileRows = 128, kTileColumns = 256, kPanelBytes = 512, kStepBytes = 128;
   static constexpr uint32_t kMaxLeaves = 64;
   static constexpr uint32_t kSlots = 2;  // tiles of a group that wait in the workspace

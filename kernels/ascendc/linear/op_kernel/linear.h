@@ -24,8 +24,8 @@ class LinearCube {
     pipe_.InitBuffer(a1_, 2, t_.tile_rows * LinearTiling::kPanelBytes);
     pipe_.InitBuffer(b1_, 2, LinearTiling::kTileColumns * LinearTiling::kPanelBytes);
     pipe_.InitBuffer(a2_, 2, t_.tile_rows * LinearTiling::kStepBytes);
-    pipe_.InitBuffer(b2_, 2, LinearTiling::kTileColumns * LinearTiling::kStepBytes);
-    pipe_.InitBuffer(c_, 1, t_.tile_rows * LinearTiling::kTileColumns * 4);
+    pipe_.InitBuffer(b2_, 2, kHalf * LinearTiling::kStepBytes);
+    pipe_.InitBuffer(c_, 2, t_.tile_rows * kHalf * 4);
     SetHF32Mode(false);
   }
 
@@ -36,20 +36,8 @@ class LinearCube {
       const uint32_t row = tile % t_.tiles_down() * t_.tile_rows, column = tile / t_.tiles_down() * LinearTiling::kTileColumns;
       rows_ = Least(t_.tile_rows, t_.rows - row);
       columns_ = Least(LinearTiling::kTileColumns, t_.columns - column);
-      for (uint32_t leaf = 0; leaf < t_.leaves; ++leaf) {
-        Leaf(row, column, leaf);
-        LocalTensor<float> c = c_.template DeQue<float>();
-        if (t_.direct()) {
-          FixpipeParamsV220 out(columns_, rows_, Padded(rows_), t_.columns, false);
-          if constexpr (!IsSameType<Out, float>::value) out.quantPre = IsSameType<Out, half>::value ? QuantMode_t::F322F16 : QuantMode_t::F322BF16;
-          Fixpipe<Out, float, CFG_ROW_MAJOR>(y_[uint64_t(row) * t_.columns + column], c, out);
-        } else {
-          const uint64_t slot = done % LinearTiling::kSlots * t_.slot_elements();
-          Fixpipe<float, float, CFG_ROW_MAJOR>(workspace_[slot + leaf * t_.tile_rows * LinearTiling::kTileColumns], c,
-                                               FixpipeParamsV220(columns_, rows_, Padded(rows_), LinearTiling::kTileColumns, false));
-        }
-        c_.FreeTensor(c);
-      }
+      slot_ = done % LinearTiling::kSlots * t_.slot_elements();
+      for (uint32_t leaf = 0; leaf < t_.leaves; ++leaf) Leaf(row, column, leaf);
       if (!t_.direct()) CrossCoreSetFlag<2, PIPE_FIX>(kLeavesReady);
     }
     if (!t_.direct())
@@ -60,6 +48,7 @@ class LinearCube {
   static constexpr uint32_t kBlock = 32 / sizeof(T);                           // elements along k of a fractal
   static constexpr uint32_t kPanel = LinearTiling::kPanelBytes / sizeof(T);    // along k
   static constexpr uint32_t kStep = LinearTiling::kStepBytes / sizeof(T);
+  static constexpr uint32_t kHalf = LinearTiling::kTileColumns / 2;
   __aicore__ static inline uint32_t Least(uint32_t a, uint32_t b) { return a < b ? a : b; }
   __aicore__ static inline uint32_t Padded(uint32_t n) { return (n + 15) / 16 * 16; }
 
@@ -68,9 +57,10 @@ class LinearCube {
     DataCopy(to, from, Nd2NzParams(1, rows, k, 0, t_.depth, Padded(rows), 1, 0));
   }
 
+  // The halves of a tile's columns take turns, a panel each: one leaves L0C while the other is summed.
   __aicore__ inline void Leaf(uint32_t row, uint32_t column, uint32_t leaf) {
     const uint32_t begin = leaf * t_.leaf, end = Least(begin + t_.leaf, t_.depth);
-    LocalTensor<float> c = c_.template AllocTensor<float>();
+    LocalTensor<float> c[2];
     for (uint32_t k = begin; k < end; k += kPanel) {
       const uint32_t panel = Least(kPanel, end - k);
       LocalTensor<T> a = a1_.template AllocTensor<T>();
@@ -81,27 +71,50 @@ class LinearCube {
       b1_.EnQue(b);
       a = a1_.template DeQue<T>();
       b = b1_.template DeQue<T>();
-      for (uint32_t step = 0; step < panel; step += kStep) Multiply(c, a, b, step, Least(kStep, panel - step), k == begin && step == 0);
+      for (uint32_t part = 0; part * kHalf < columns_; ++part) {
+        if (k == begin) c[part] = c_.template AllocTensor<float>();
+        for (uint32_t step = 0; step < panel; step += kStep)
+          Multiply(c[part], a, b, part, step, Least(kStep, panel - step), k == begin && step == 0);
+        if (k + panel < end) continue;
+        c_.EnQue(c[part]);
+        Store(row, column + part * kHalf, leaf, part);
+      }
       a1_.FreeTensor(a);
       b1_.FreeTensor(b);
     }
-    c_.EnQue(c);
   }
 
-  __aicore__ inline void Multiply(const LocalTensor<float>& c, const LocalTensor<T>& a, const LocalTensor<T>& b, uint32_t step, uint32_t k,
-                                  bool first) {
+  __aicore__ inline void Store(uint32_t row, uint32_t column, uint32_t leaf, uint32_t part) {
+    LocalTensor<float> c = c_.template DeQue<float>();
+    const uint32_t columns = Least(kHalf, columns_ - part * kHalf);
+    if (t_.direct()) {
+      FixpipeParamsV220 out(columns, rows_, Padded(rows_), t_.columns, false);
+      if constexpr (!IsSameType<Out, float>::value)
+        out.quantPre = IsSameType<Out, half>::value ? QuantMode_t::F322F16 : QuantMode_t::F322BF16;
+      Fixpipe<Out, float, CFG_ROW_MAJOR>(y_[uint64_t(row) * t_.columns + column], c, out);
+    } else {
+      const uint64_t to = slot_ + uint64_t(leaf) * t_.tile_rows * LinearTiling::kTileColumns + part * kHalf;
+      Fixpipe<float, float, CFG_ROW_MAJOR>(
+          workspace_[to], c, FixpipeParamsV220(columns, rows_, Padded(rows_), LinearTiling::kTileColumns, false));
+    }
+    c_.FreeTensor(c);
+  }
+
+  __aicore__ inline void Multiply(const LocalTensor<float>& c, const LocalTensor<T>& a, const LocalTensor<T>& b, uint32_t part,
+                                  uint32_t step, uint32_t k, bool first) {
     const uint16_t down = Padded(rows_) / 16, across = Padded(columns_) / 16, fractals = (k + kBlock - 1) / kBlock;
-    const uint16_t start = step / kBlock;
+    const uint16_t start = step / kBlock, from = part * kHalf / 16, columns = Least(kHalf / 16, across - from);
     LocalTensor<T> left = a2_.template AllocTensor<T>();
     for (uint16_t m = 0; m < down; ++m)
       LoadData(left[m * fractals * 16 * kBlock], a, LoadData2DParams(start * down + m, fractals, down, 0, 0, false, 0));
     a2_.EnQue(left);
     LocalTensor<T> right = b2_.template AllocTensor<T>();
-    LoadData(right, b, LoadData2DParams(start * across, fractals * across, 1, 0, 0, false, 0));
+    for (uint16_t i = 0; i < fractals; ++i)
+      LoadData(right[i * columns * 16 * kBlock], b, LoadData2DParams((start + i) * across + from, columns, 1, 0, 0, false, 0));
     b2_.EnQue(right);
     left = a2_.template DeQue<T>();
     right = b2_.template DeQue<T>();
-    Mmad(c, left, right, MmadParams(Padded(rows_), Padded(columns_), k, 0, false, first));
+    Mmad(c, left, right, MmadParams(Padded(rows_), columns * 16, k, 0, false, first));
     PipeBarrier<PIPE_M>();  // the next product adds to the same tile
     a2_.FreeTensor(left);
     b2_.FreeTensor(right);
@@ -109,6 +122,7 @@ class LinearCube {
 
   const LinearTiling t_;
   uint32_t rows_ = 0, columns_ = 0;  // of the current tile
+  uint64_t slot_ = 0;                // where it goes in the workspace
   TPipe pipe_;
   TQue<TPosition::A1, 1> a1_;
   TQue<TPosition::B1, 1> b1_;
