@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +23,22 @@ class Family:
 
     Attributes:
         qkv_bias, qk_norm: the attention has them; a string is the key that says so.
-        head_dim: default of `head_dim`; 0: hidden_size / num_attention_heads.
-        window: how a sliding window is switched on: `no`, `sliding_window` (present means on) or `use_sliding_window`.
-        sliding_window: its default length.
+        window: how a sliding window is switched on: `no` (a configuration with one is refused), `sliding_window` (present means
+            on) or `use_sliding_window`.
+        windowed: (layer, max_window_layers) → whether a layer has the window, when `layer_types` does not say.
+        split: head_dim is hidden_size / num_attention_heads and nothing else.
+        tied: the output projection can be tied to the embedding.
+        defaults: values of absent keys, as transformers sets them.
         moe: its experts; None: dense.
     """
 
     qkv_bias: bool | str = False
     qk_norm: bool | str = False
-    head_dim: int = 0
     window: str = "no"
-    sliding_window: int | None = None
+    windowed: Callable[[int, int], bool] = lambda layer, full: True
+    split: bool = False
+    tied: bool = True
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     moe: MoeFamily | None = None
 
 
@@ -59,24 +65,59 @@ class MoeFamily:
     shared_gate: bool = False
 
 
+def _upper(layer: int, full: int) -> bool:
+    return layer >= full
+
+
+_QWEN = {"sliding_window": 4096, "max_window_layers": 28}
+
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(),
-    "MistralForCausalLM": Family(window="sliding_window", sliding_window=4096),
-    "Qwen2ForCausalLM": Family(qkv_bias=True, window="use_sliding_window", sliding_window=4096),
-    "Qwen3ForCausalLM": Family(qk_norm=True, head_dim=128, window="use_sliding_window", sliding_window=4096),
-    "Qwen3MoeForCausalLM": Family(qk_norm=True, window="use_sliding_window", moe=MoeFamily("num_experts")),
+    "MistralForCausalLM": Family(window="sliding_window", defaults={"sliding_window": 4096, "num_key_value_heads": 8}),
+    "Qwen2ForCausalLM": Family(
+        qkv_bias=True,
+        window="use_sliding_window",
+        windowed=_upper,
+        split=True,
+        defaults={**_QWEN, "num_key_value_heads": 32},
+    ),
+    "Qwen3ForCausalLM": Family(
+        qk_norm=True,
+        window="use_sliding_window",
+        windowed=_upper,
+        defaults={**_QWEN, "num_key_value_heads": 32, "head_dim": 128},
+    ),
+    "Qwen3MoeForCausalLM": Family(  # the window is every layer's, whatever max_window_layers says
+        qk_norm=True,
+        window="use_sliding_window",
+        defaults={**_QWEN, "num_key_value_heads": 4},
+        moe=MoeFamily("num_experts"),
+    ),
     "Qwen2MoeForCausalLM": Family(
         qkv_bias=True,
         window="use_sliding_window",
+        windowed=lambda layer, full: layer % 2 == 0 and layer < full,
+        split=True,
+        defaults={**_QWEN, "num_key_value_heads": 16, "shared_expert_intermediate_size": 5632},
         moe=MoeFamily("num_experts", shared="shared_expert_intermediate_size", shared_gate=True),
     ),
     "MixtralForCausalLM": Family(
-        window="sliding_window", moe=MoeFamily("num_local_experts", ffn="intermediate_size", renormalize=True)
+        window="sliding_window",
+        defaults={"num_key_value_heads": 8, "rope_theta": 1e6},
+        moe=MoeFamily("num_local_experts", ffn="intermediate_size", renormalize=True),
     ),
     "Glm4MoeForCausalLM": Family(
         qkv_bias="attention_bias",
         qk_norm="use_qk_norm",
-        head_dim=128,
+        tied=False,  # vLLM gives it an output projection of its own in any case
+        defaults={
+            "num_key_value_heads": 8,
+            "partial_rotary_factor": 0.5,
+            "norm_topk_prob": True,
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 1,
+            "num_nextn_predict_layers": 1,
+        },
         moe=MoeFamily("n_routed_experts", score="sigmoid", eps=1e-20, grouped=True, shared="n_shared_experts"),
     ),
 }
@@ -84,11 +125,17 @@ FAMILIES: dict[str, Family] = {
 _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "hidden_act": ((None, "silu"), "only silu is served"),
     "mlp_bias": ((None, False), "only layers without these biases are served"),
+    "bias": ((None, False), "only layers without these biases are served"),
     "attention_bias": ((None, False), "only layers without an output-projection bias are served"),
+    "qkv_bias": ((None, True), "only attention with these biases is served"),
+    "qk_norm": ((None, False), "this family is served without query and key norms"),
+    "is_causal": ((None, True), "only causal attention is served"),
     "quantization_config": ((None,), "convert the checkpoint to bfloat16, float16 or float32"),
+    "compression_config": ((None,), "convert the checkpoint to bfloat16, float16 or float32"),
     "attn_logit_softcapping": ((None,), "logit soft-capping is not served"),
     "final_logit_softcapping": ((None,), "logit soft-capping is not served"),
     "rope_interleaved": ((None, False), "only rotary halves are served, not interleaved pairs"),
+    "dual_chunk_attention_config": ((None,), "only plain causal attention is served"),
     "logit_scale": ((None, 1.0), "scaled logits are not served"),
 }
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -101,6 +148,7 @@ _NEEDED = (
     "rms_norm_eps",
     "max_position_embeddings",
 )
+_HEAD_MULTIPLE, _LARGEST_HEAD = 8, 256
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -146,6 +194,7 @@ class Profile:
         qkv_bias, qk_norm, tied: biases of Q, K and V; query/key norms; output projection tied to the embedding.
         dtype: dtype of the checkpoint, `bfloat16`, `float16` or `float32`.
         moe: its experts; None: dense.
+        mtp_layers: multi-token-prediction layers that the checkpoint holds after its own; neither engine uses them.
     """
 
     family: str
@@ -164,6 +213,7 @@ class Profile:
     tied: bool
     dtype: str
     moe: Moe | None = None
+    mtp_layers: int = 0
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -181,10 +231,16 @@ class Profile:
             InputError: no readable `config.json`, or a family or feature that is not supported.
         """
         path = Path(model) / "config.json"
+        if not path.is_file():
+            raise InputError(
+                f"model {str(model)!r} is no model directory: it has no config.json; give a local Hugging Face directory"
+            )
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise InputError(f"cannot read {path}: {error}") from None
+        if not isinstance(config, dict):
+            raise InputError(f"{path} holds no JSON object; give the directory of a text-only causal language model")
         return cls.from_hf(config)
 
     @classmethod
@@ -194,44 +250,107 @@ class Profile:
         Raises:
             InputError: a family or feature that is not supported; names it and what would work.
         """
-        name = (config.get("architectures") or ["none"])[0]
+        architectures = config.get("architectures")
+        name = str(architectures[0]) if isinstance(architectures, list) and architectures else "none"
         family = FAMILIES.get(name)
         if family is None:
             raise InputError(f"architecture {name} is not supported; supported: {', '.join(sorted(FAMILIES))}")
         for key, (neutral, remedy) in _NEUTRAL.items():
             if config.get(key) not in neutral and key not in (family.qkv_bias, family.qk_norm):
                 raise InputError(f"{name} with {key}={config[key]!r} is not supported: {remedy}")
-        config = _one_expert_count(name, family, config)
+        config = {**family.defaults, **_one_expert_count(name, family, config)}
         missing = [key for key in _NEEDED if config.get(key) is None]
         if missing:
             raise InputError(f"the model's config.json lacks {', '.join(missing)}")
-        heads = int(config["num_attention_heads"])
-        kv_heads = int(config.get("num_key_value_heads") or heads)
-        hidden = int(config["hidden_size"])
-        head_dim = int(config.get("head_dim") or family.head_dim or hidden // heads)
+        heads, hidden = _integer(config, "num_attention_heads"), _integer(config, "hidden_size")
+        kv_heads = _integer(config, "num_key_value_heads", heads)
         if heads % kv_heads:
             raise InputError(f"num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}")
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
         if dtype not in _DTYPES:
             raise InputError(f"dtype {dtype} is not supported; supported: {', '.join(_DTYPES)}")
+        tied = bool(config.get("tie_word_embeddings", False))
+        if tied and not family.tied:
+            raise InputError(
+                f"{name} with tie_word_embeddings=true is not supported: vLLM does not tie it; store lm_head.weight and set it to "
+                "false"
+            )
+        head_dim = _head_dim(name, family, config)
         return cls(
             family=name,
             hidden=hidden,
-            layers=int(config["num_hidden_layers"]),
+            layers=_integer(config, "num_hidden_layers"),
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            ffn=int(config["intermediate_size"]),
-            vocab=int(config["vocab_size"]),
-            eps=float(config["rms_norm_eps"]),
-            rope=RopeConfig.from_hf({**config, "head_dim": head_dim}),
+            ffn=_integer(config, "intermediate_size"),
+            vocab=_integer(config, "vocab_size"),
+            eps=_number(config, "rms_norm_eps"),
+            rope=_rope(name, {**config, "head_dim": head_dim}),
             window=_window(name, family, config),
             qkv_bias=_flag(family.qkv_bias, config),
             qk_norm=_flag(family.qk_norm, config),
-            tied=bool(config.get("tie_word_embeddings", False)),
+            tied=tied,
             dtype=dtype,
             moe=None if family.moe is None else _moe(name, family.moe, config),
+            mtp_layers=int(config.get("num_nextn_predict_layers") or 0) if family.moe and family.moe.grouped else 0,
         )
+
+
+def _integer(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """A positive integer; absent or null: `default`."""
+    value = config.get(key)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InputError(f"{key}={value!r} in the model's config.json must be a positive integer")
+    return value
+
+
+def _number(config: Mapping[str, Any], key: str) -> float:
+    value = config[key]
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise InputError(f"{key}={value!r} in the model's config.json must be a positive number")
+    return float(value)
+
+
+def _head_dim(name: str, family: Family, config: Mapping[str, Any]) -> int:
+    """Elements of a head, which the kernels serve."""
+    heads, hidden = _integer(config, "num_attention_heads"), _integer(config, "hidden_size")
+    if name == "LlamaForCausalLM" and hidden % heads:
+        raise InputError(f"{name}: transformers wants hidden_size={hidden} to be a multiple of num_attention_heads={heads}")
+    head_dim = _integer(config, "head_dim", hidden // heads)
+    if (family.split or config.get("head_dim") is None) and head_dim * heads != hidden:
+        raise InputError(
+            f"{name} with head_dim={head_dim}, hidden_size={hidden} and num_attention_heads={heads} is not supported: "
+            "head_dim must be hidden_size / num_attention_heads"
+        )
+    if head_dim % _HEAD_MULTIPLE or head_dim > _LARGEST_HEAD:
+        raise InputError(
+            f"{name} with head_dim={head_dim} is not supported: the attention kernels take multiples of {_HEAD_MULTIPLE} up to "
+            f"{_LARGEST_HEAD}"
+        )
+    return head_dim
+
+
+def _rope(name: str, config: Mapping[str, Any]) -> RopeConfig:
+    """The rotary tables; what `RopeConfig` does not read is refused."""
+    for key in ("rope_parameters", "rope_scaling"):
+        found = config.get(key) or {}
+        nested = [k for k, v in found.items() if isinstance(v, dict | list)] if isinstance(found, dict) else [key]
+        if nested:
+            raise InputError(f"{name} with {key}={found!r} is not supported: one set of numbers for all layers is served")
+    try:
+        rope = RopeConfig.from_hf(config)
+    except (TypeError, ArithmeticError) as error:
+        raise InputError(f"the rotary embedding in the model's config.json cannot be read: {error}") from None
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    if rope.rotary_dim % 2 or not 0 < rope.rotary_dim <= config["head_dim"] or not 0 < rope.theta < math.inf:
+        raise InputError(
+            f"{name}: partial_rotary_factor rotates {rope.rotary_dim} of head_dim={config['head_dim']} elements with rope_theta="
+            f"{rope.theta}; an even number of them up to head_dim is served, and a positive rope_theta"
+        )
+    return rope
 
 
 def _flag(value: bool | str, config: Mapping[str, Any]) -> bool:
@@ -253,23 +372,27 @@ def _moe(name: str, family: MoeFamily, config: Mapping[str, Any]) -> Moe:
     missing = [key for key in (family.experts, family.ffn, "num_experts_per_tok") if not config.get(key)]
     if missing:
         raise InputError(f"the config.json of a {name} lacks {', '.join(missing)}")
-    experts, topk, ffn = int(config[family.experts]), int(config["num_experts_per_tok"]), int(config[family.ffn])
+    experts, topk, ffn = (_integer(config, key) for key in (family.experts, "num_experts_per_tok", family.ffn))
     groups, topk_groups, scaling = 1, 1, 1.0
     if family.grouped:
-        groups, topk_groups = int(config.get("n_group") or 1), int(config.get("topk_group") or 1)
-        scaling = float(config.get("routed_scaling_factor") or 1.0)
+        groups, topk_groups = _integer(config, "n_group", 1), _integer(config, "topk_group", 1)
+        scaling = _number({"routed_scaling_factor": 1.0, **config}, "routed_scaling_factor")
     if topk > experts or experts % groups or not topk_groups <= groups or topk > topk_groups * (experts // groups):
         raise InputError(
             f"{name}: {topk} of {experts} experts in {topk_groups} of {groups} groups is impossible; "
             "check num_experts_per_tok, n_group and topk_group"
         )
-    shared = int(config.get(family.shared) or 0) if family.shared else 0
-    layers = int(config["num_hidden_layers"])
-    step = int(config.get("decoder_sparse_step") or 1)
+    if family.shared and not config.get(family.shared):
+        raise InputError(
+            f"{name} with {family.shared}={config.get(family.shared)!r} is not supported: vLLM cannot load this family without "
+            "shared experts"
+        )
+    shared = _integer(config, family.shared) if family.shared else 0
+    layers = _integer(config, "num_hidden_layers")
+    step = _integer(config, "decoder_sparse_step", 1)
     only = set(config.get("mlp_only_layers") or ())
-    dense = [
-        i for i in range(layers) if i in only or (i + 1) % step or i < int(config.get("first_k_dense_replace") or 0)
-    ]
+    first = int(config.get("first_k_dense_replace") or 0) if family.grouped else 0
+    dense = [i for i in range(layers) if i in only or (i + 1) % step or i < first]
     if len(dense) == layers:
         raise InputError(f"{name} has no layer with experts; use the dense family")
     return Moe(
@@ -290,22 +413,25 @@ def _moe(name: str, family: MoeFamily, config: Mapping[str, Any]) -> Moe:
 
 
 def _window(name: str, family: Family, config: Mapping[str, Any]) -> int:
-    """Window of every layer, 0 for none; layers that differ are refused."""
-    layers = int(config["num_hidden_layers"])
-    if family.window == "no" or (family.window == "use_sliding_window" and not config.get("use_sliding_window", False)):
+    """Window of every layer as vLLM applies it, 0 for none; layers that differ are refused."""
+    layers, types = _integer(config, "num_hidden_layers"), config.get("layer_types")
+    if family.window == "no":
+        if config.get("sliding_window") or "sliding_attention" in (types or ()):
+            raise InputError(
+                f"{name} with sliding_window={config.get('sliding_window')!r} is not supported: transformers has no window in this "
+                "family, vLLM applies it to every layer; set sliding_window to null in config.json"
+            )
         return 0
-    length = config.get("sliding_window", family.sliding_window)
-    if not length:
+    if family.window == "use_sliding_window" and not config.get("use_sliding_window", False):
         return 0
-    types = config.get("layer_types")
-    if types is None and family.window == "use_sliding_window":
-        full = min(int(config.get("max_window_layers", 28)), layers)
-        types = ["full_attention"] * full + ["sliding_attention"] * (layers - full)
-    kinds = set(types or ["sliding_attention"])
-    if len(kinds) > 1:
+    if not config.get("sliding_window"):
+        return 0
+    length, full = _integer(config, "sliding_window"), int(config.get("max_window_layers") or 0)
+    windows = [kind == "sliding_attention" for kind in types] if types else [family.windowed(i, full) for i in range(layers)]
+    if any(windows) != all(windows):
         raise InputError(
             f"{name} mixes sliding-window and full-attention layers (use_sliding_window with max_window_layers="
             f"{config.get('max_window_layers')}, or layer_types), which is not supported: set use_sliding_window to false, or "
             "one window for all layers"
         )
-    return int(length) if kinds == {"sliding_attention"} else 0
+    return length if all(windows) else 0
