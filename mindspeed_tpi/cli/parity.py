@@ -147,12 +147,12 @@ def build_request(options: argparse.Namespace) -> Request:
         InputError: a bad option, model directory or prompt.
         LayoutError: a layout that a side cannot have.
     """
-    config = prompts.model_config(options.model)
+    profile = Profile.load(options.model)
     if options.prompts:
         chosen = prompts.read(options.prompts, options.model)
     else:
-        chosen = prompts.random_prompts(options.num_prompts, options.prompt_len, config["vocab_size"], options.seed)
-    prompts.check(chosen, config, options.max_new_tokens)
+        chosen = prompts.random_prompts(options.num_prompts, options.prompt_len, profile.vocab, options.seed)
+    prompts.check(chosen, profile, options.max_new_tokens)
     if options.max_num_batched_tokens < options.max_num_seqs:
         raise InputError(
             f"--max-num-batched-tokens {options.max_num_batched_tokens} is less than --max-num-seqs {options.max_num_seqs}, "

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -22,11 +23,10 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mindspeed_tpi import envs, ops
+from mindspeed_tpi import envs, ops, weights
 from mindspeed_tpi.errors import InputError, LayoutError, ParityError
 from mindspeed_tpi.parallel.layout import Layout
 from mindspeed_tpi.parity import identity, process
@@ -70,11 +70,18 @@ class Engine:
         self.request = request
         self.weight_version = 0
         self.profile = Profile.load(request.model)
+        for model in (request.model, *request.weight_updates):
+            weights.check(model, self.profile)
         problems = layout_problems(self.profile, self.layout.tp, self.layout.dp, self.layout.ep > 1)
         if problems and not request.stock:
             raise LayoutError(f"rollout layout {self.layout}: {'. '.join(problems)}")
         longest = max(len(prompt) for prompt in request.prompts) + request.max_new_tokens
         limit = self.profile.rope.max_position
+        if (request.engine.max_model_len or 0) > limit:
+            raise InputError(
+                f"engine.max_model_len={request.engine.max_model_len} exceeds the model's {limit} positions; lower it, or raise "
+                "max_position_embeddings in config.json"
+            )
         self.max_model_len = request.engine.max_model_len or min(max(longest, _DEFAULT_LENGTH), limit)
         self.logprobs_mode = "raw_logprobs" if request.temperature in (0, 1) else "processed_logprobs"
         self.workers: list[dict[str, Any]] = []
@@ -165,6 +172,8 @@ class Engine:
             num_gpu_blocks_override=options.kv_cache_blocks,
             tensor_parallel_size=self.layout.tp,
             enable_expert_parallel=self.layout.ep > 1,
+            config_format="hf",
+            load_format="safetensors",  # "auto" would take consolidated.safetensors, whatever the index says
             **extra,
         )
         self.start_seconds = time.perf_counter() - started
@@ -289,12 +298,11 @@ class Engine:
             InputError: the model has weights that are not among the tensors.
             ParityError: the prefix cache could not be reset (requests are running).
         """
-        folder = (
-            "/dev/shm" if os.path.isdir("/dev/shm") else None
-        )  # shared memory reaches every worker without a copy over pipes
-        with tempfile.TemporaryDirectory(prefix="mindspeed-tpi-", dir=folder) as directory:
+        update = {name: tensor.detach().contiguous() for name, tensor in tensors}
+        size = sum(tensor.nbytes for tensor in update.values())
+        with tempfile.TemporaryDirectory(prefix="mindspeed-tpi-", dir=_exchange_folder(size)) as directory:
             path = os.path.join(directory, "weights.safetensors")
-            save_file({name: tensor.detach().contiguous() for name, tensor in tensors}, path)
+            save_file(update, path)
             lacking = self._everywhere("load", [(path, self.weight_version + 1)] * self.layout.dp)
             missing = sorted({name for lacks in lacking for name in lacks})
         if missing:
@@ -376,22 +384,22 @@ def join(rollouts: Sequence[Rollout]) -> Rollout:
     )
 
 
-def checkpoint(model: str) -> Iterable[tuple[str, Tensor]]:
-    """(name, tensor) of every tensor in a model directory's safetensors files.
+def _exchange_folder(size: int) -> str:
+    """A directory with room for `size` bytes and their header: shared memory, which reaches every worker without a copy over
+    pipes, else the temporary directory.
 
     Raises:
-        InputError: there is none, or one cannot be read.
+        ParityError: neither has it.
     """
-    files = sorted(Path(model).glob("*.safetensors"))
-    if not files:
-        raise InputError(f"model {model!r} has no safetensors files")
-    for path in files:
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118
-                    yield name, file.get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise InputError(f"cannot read {path}: {error}") from None
+    folders = [folder for folder in ("/dev/shm", tempfile.gettempdir()) if os.path.isdir(folder)]
+    free = {folder: shutil.disk_usage(folder).free for folder in folders}
+    for folder, room in free.items():
+        if room > size + (1 << 20):
+            return folder
+    shown = ", ".join(f"{folder} has {room >> 20} MiB free" for folder, room in free.items())
+    raise ParityError(
+        f"a weight update of {size >> 20} MiB finds no room: {shown}; enlarge /dev/shm (docker run --shm-size), or set TMPDIR"
+    )
 
 
 def run(request: Request, progress: bool = False) -> Rollout:
@@ -399,7 +407,7 @@ def run(request: Request, progress: bool = False) -> Rollout:
     with Engine(request) as engine:
         rollouts = [engine.generate(progress=progress)]
         for model in request.weight_updates:
-            engine.update_weights(checkpoint(model))
+            engine.update_weights(weights.Checkpoint(model))
             rollouts.append(engine.generate(progress=progress))
         return rollouts[0] if len(rollouts) == 1 else join(rollouts)
 

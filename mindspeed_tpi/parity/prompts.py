@@ -6,33 +6,13 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from mindspeed_tpi import versions
 from mindspeed_tpi.errors import InputError
+from mindspeed_tpi.profiles import Profile
 
 Prompt = tuple[int, ...]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-
-
-def model_config(model: str | Path) -> dict[str, Any]:
-    """`config.json` of a Hugging Face model directory.
-
-    Raises:
-        InputError: no such directory or file, or not a model's configuration.
-    """
-    path = Path(model) / "config.json"
-    if not path.is_file():
-        raise InputError(
-            f"--model {str(model)!r} is no model directory: it has no config.json; give a local Hugging Face directory"
-        )
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read {path}: {error}") from None
-    if not isinstance(config, dict) or not isinstance(config.get("vocab_size"), int):
-        raise InputError(f"{path} has no vocab_size; give the directory of a text-only causal language model")
-    return config
 
 
 def read(path: str | Path, model: str | Path) -> list[Prompt]:
@@ -44,7 +24,7 @@ def read(path: str | Path, model: str | Path) -> list[Prompt]:
         InputError: an unreadable file or line, or text without a tokenizer; names the line.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")  # JSON strings may hold other line separators
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read --prompts {path}: {error}") from None
     encode: Callable[[str], list[int]] | None = None
@@ -98,21 +78,21 @@ def random_prompts(count: int, lengths: tuple[int, int], vocab: int, seed: int) 
     return [tuple(chooser.randrange(vocab) for _ in range(chooser.randint(*lengths))) for _ in range(count)]
 
 
-def check(prompts: Sequence[Prompt], config: dict[str, Any], max_new_tokens: int) -> None:
+def check(prompts: Sequence[Prompt], profile: Profile, max_new_tokens: int) -> None:
     """Refuse prompts that the model cannot take.
 
     Raises:
         InputError: a token id outside the vocabulary, or a sequence longer than the model's positions.
     """
-    vocab, positions = int(config["vocab_size"]), config.get("max_position_embeddings")
+    vocab, positions = profile.vocab, profile.rope.max_position
     for number, prompt in enumerate(prompts, 1):
         wrong = [token for token in prompt if not 0 <= token < vocab]
         if wrong:
             raise InputError(
                 f"prompt {number}: token id {wrong[0]} lies outside the model's vocabulary of {vocab}; check the tokenizer"
             )
-        if positions is not None and len(prompt) + max_new_tokens > positions:
+        if len(prompt) + max_new_tokens > positions:
             raise InputError(
                 f"prompt {number}: {len(prompt)} tokens and {max_new_tokens} new ones exceed the model's {positions} positions; "
-                "shorten it or lower --max-new-tokens"
+                "shorten it, lower --max-new-tokens, or raise max_position_embeddings in config.json if the model is made for it"
             )

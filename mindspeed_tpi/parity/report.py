@@ -8,7 +8,7 @@ from typing import Any
 
 from mindspeed_tpi import __version__
 from mindspeed_tpi.page import document, flat, html_pairs, html_table, image, number, png, require_matplotlib
-from mindspeed_tpi.parity.driver import Matrix, NoRun, Result, Run
+from mindspeed_tpi.parity.result import Matrix, NoRun, Result, Run
 
 _TITLE = "Training–inference parity"
 _COLOURS = {"stock": "#d1495b", "parity": "#1f5fa8"}

@@ -97,7 +97,9 @@ class Checkpoint:
                     )
             lost = sorted(set(index) - set(self.tensors))
             if lost:
-                raise self._error(f"{INDEX} {_place(index[lost[0]])} for {lost[0]}, which is not there; download it again")
+                raise self._error(
+                    f"{INDEX} {_place(index[lost[0]])} for {lost[0]}, which is not there; download it again"
+                )
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -263,7 +265,9 @@ def _index(directory: Path) -> dict[str, str] | None:
         raise InputError(f"{path}: weight_map must map tensor names to file names")
     outside = [name for name in index.values() if Path(name).name != name or not name.endswith(".safetensors")]
     if outside:
-        raise InputError(f"{path} names {outside[0]!r}, which is no safetensors file of its directory; write the index anew")
+        raise InputError(
+            f"{path} names {outside[0]!r}, which is no safetensors file of its directory; write the index anew"
+        )
     return index
 
 
@@ -303,14 +307,18 @@ def _header(path: Path) -> list[Stored]:
             if (start + file.read(len(_LFS) - 8)).startswith(_LFS):
                 raise _pointer(path)
             if len(start) < 8 or length > _LONGEST_HEADER:
-                raise InputError(f"{path} is no safetensors file ({size} bytes, begins with {start!r}); download it again")
+                raise InputError(
+                    f"{path} is no safetensors file ({size} bytes, begins with {start!r}); download it again"
+                )
             if 8 + length > size:
                 raise _truncated(path, size, 8 + length)
             file.seek(8)
             header = json.loads(file.read(length))
         header.pop("__metadata__", None)
         found = [
-            Stored(path, name, str(entry["dtype"]), tuple(map(int, entry["shape"])), 8 + length + entry["data_offsets"][0])
+            Stored(
+                path, name, str(entry["dtype"]), tuple(map(int, entry["shape"])), 8 + length + entry["data_offsets"][0]
+            )
             for name, entry in header.items()
         ]
         wrong = [
@@ -328,7 +336,9 @@ def _header(path: Path) -> list[Stored]:
     except OSError as error:
         raise InputError(f"cannot read {path}: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise InputError(f"{path} is no safetensors file: its header cannot be read ({error!r}); download it again") from None
+        raise InputError(
+            f"{path} is no safetensors file: its header cannot be read ({error!r}); download it again"
+        ) from None
     if end > size:
         raise _truncated(path, size, end)
     return found

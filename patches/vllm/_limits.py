@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from mindspeed_tpi import contract, envs
+from mindspeed_tpi import contract, envs, weights
 from mindspeed_tpi.contract import NumericsContract
 from mindspeed_tpi.errors import InputError, ParityError
 from mindspeed_tpi.profiles import Profile
@@ -51,6 +52,13 @@ def _problems(config: Any) -> list[tuple[str, str]]:
             profile, parallel.tensor_parallel_size, parallel.data_parallel_size, parallel.enable_expert_parallel
         ):
             found.append((problem, "use another size"))
+        rows = profile.rope.max_position
+        refuse(
+            model.max_model_len > rows,
+            f"max_model_len {model.max_model_len} beyond the rotary table of {rows} positions",
+            f"set max_model_len to at most {rows}, or max_position_embeddings in config.json to {model.max_model_len}",
+        )
+        found += _checkpoint_problems(profile, model.model, config.load_config.load_format)
     refuse(model.runner_type != "generate", f"runner {model.runner_type!r}", "use a generating model")
     refuse(str(model.dtype) not in DTYPES, f"dtype {model.dtype}", "use bfloat16, float16 or float32")
     refuse(
@@ -98,12 +106,24 @@ def _problems(config: Any) -> list[tuple[str, str]]:
     refuse(model.use_mla, "multi-head latent attention", "it is not covered")
     scaling = getattr(hf, "llama_4_scaling", None)
     refuse(scaling, f"llama_4_scaling {scaling}", "it is not covered")
-    refuse(
-        model.max_model_len > hf.max_position_embeddings,
-        f"max_model_len {model.max_model_len} beyond the rotary table of {hf.max_position_embeddings} positions",
-        f"set max_model_len to at most {hf.max_position_embeddings}",
-    )
     return found
+
+
+def _checkpoint_problems(profile: Profile, model: str, load_format: str) -> list[tuple[str, str]]:
+    """Why the safetensors files of a model directory are not those that a trainer takes, with the way out."""
+    directory = Path(model)
+    if not directory.is_dir() or load_format not in ("auto", "hf", "safetensors", "mistral"):
+        return []
+    consolidated = sorted(path.name for path in directory.glob("consolidated*.safetensors"))
+    if consolidated and load_format in ("auto", "mistral"):
+        return [
+            (f"load_format {load_format!r}, with which vLLM takes {consolidated[0]}", "set load_format='safetensors'")
+        ]
+    try:
+        weights.check(directory, profile)
+    except InputError as error:
+        return [(str(error), "repair the checkpoint")]
+    return []
 
 
 def layout_problems(profile: Profile, tp: int, dp: int, expert_parallel: bool) -> list[str]:

@@ -15,15 +15,18 @@ from torch import Tensor
 from mindspeed_tpi.contract import NumericsContract
 from mindspeed_tpi.parity.request import Request
 from mindspeed_tpi.parity.rollout import Rollout
+from tests.models import write_model
 from tests.rollout_records import identity
 
 COUNTERS = {"steps": 9, "prompts_chunked": 1, "prefix_cache_hits": 32, "preemptions": 1}
 
 
-def write_config(path: Path, **changes: Any) -> Path:
-    """A directory that passes for a model until an engine opens it."""
-    path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps({"vocab_size": 50, "max_position_embeddings": 256, **changes}))
+def write_tiny(path: Path, **changes: Any) -> Path:
+    """A Llama of 4 tiny layers, 50 tokens and 256 positions, with `changes` of its configuration."""
+    write_model(path, layers=4, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=128, vocab=50, max_positions=256)
+    if changes:
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps({**config, **changes}))
     return path
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +164,11 @@ def test_refusals_name_what_they_refuse(changes: dict[str, Any], message: str) -
         ("Glm4MoeForCausalLM", {"sliding_window": 8}, "sliding_window=8 .*set sliding_window to null"),
         ("Glm4MoeForCausalLM", {"tie_word_embeddings": True}, "vLLM does not tie it"),
         ("Glm4MoeForCausalLM", {"n_shared_experts": 0}, "n_shared_experts=0 .*without shared experts"),
-        ("Qwen2MoeForCausalLM", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size=0 .*without shared"),
+        (
+            "Qwen2MoeForCausalLM",
+            {"shared_expert_intermediate_size": 0},
+            "shared_expert_intermediate_size=0 .*without shared",
+        ),
         (
             "Qwen2MoeForCausalLM",
             {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 4},
@@ -211,7 +214,11 @@ def test_partial_rotary() -> None:
 def test_unreadable(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="is no model directory: it has no config.json"):
         Profile.load(tmp_path)
-    for text, said in (("[1", "cannot read"), ("[1]", "holds no JSON object"), ("version https://git-lfs", "cannot read")):
+    for text, said in (
+        ("[1", "cannot read"),
+        ("[1]", "holds no JSON object"),
+        ("version https://git-lfs", "cannot read"),
+    ):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(InputError, match=said):
             Profile.load(tmp_path)

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from mindspeed_tpi.errors import InputError, LayoutError, ParityError, PatchError
-from mindspeed_tpi.parity.engine import Engine, checkpoint
+from mindspeed_tpi.parity.engine import Engine
 from mindspeed_tpi.parity.request import EngineOptions, Request
 from mindspeed_tpi.patches.vllm.platforms import cpu
 from mindspeed_tpi.patches.vllm.v1.worker import cpu_worker
+from mindspeed_tpi.weights import Checkpoint
 from tests.models import random_prompts, write_model
 
 SIZES = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 128, "vocab": 120}
@@ -52,10 +53,10 @@ def first(request_, tmp_path_factory):
         with pytest.raises(InputError, match="raw logprobs"):
             engine.generate(temperature=0.7)
         with pytest.raises(InputError, match=r"lacks .*lm_head"):
-            engine.update_weights((n, t) for n, t in checkpoint(str(other)) if n != "lm_head.weight")
-        assert engine.update_weights(checkpoint(str(other))) == 1
+            engine.update_weights((n, t) for n, t in Checkpoint(str(other)) if n != "lm_head.weight")
+        assert engine.update_weights(Checkpoint(str(other))) == 1
         results["updated"] = engine.generate()
-        assert engine.update_weights(checkpoint(request_.model)) == 2
+        assert engine.update_weights(Checkpoint(request_.model)) == 2
         results["back"] = engine.generate()
     return results
 
@@ -103,7 +104,7 @@ def test_spawned_with_preemptions(first, request_):
         long = engine.generate(max_new_tokens=40)
         assert long.meta["counters"]["preemptions"] > 0
         assert long.meta["op_calls"]["linear"] > 0
-        engine.update_weights(checkpoint(first["other"]))
+        engine.update_weights(Checkpoint(first["other"]))
         updated = engine.generate()
     assert same(updated, replace(first["updated"], meta={}))
     lengths = zip(first["rollout"].offsets[:-1], long.offsets[:-1], first["rollout"].offsets.diff(), strict=True)

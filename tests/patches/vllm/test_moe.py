@@ -5,8 +5,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mindspeed_tpi.errors import InputError
-from mindspeed_tpi.parity.engine import Engine, checkpoint
+from mindspeed_tpi.parity.engine import Engine
 from mindspeed_tpi.parity.request import EngineOptions, Request
+from mindspeed_tpi.weights import Checkpoint
 from tests.models import MOE_FAMILIES, random_prompts, write_model
 from tests.plain_model import PlainModel, sampled_as_written_out
 
@@ -33,8 +34,8 @@ def test_engine_equals_the_model_written_out(family, tmp_path):
         assert again.meta["counters"]["prefix_cache_hits"] > 0
         assert sampled_as_written_out(again, path)
         with pytest.raises(InputError, match=r"lacks .*experts"):
-            engine.update_weights((n, t) for n, t in checkpoint(str(other)) if ".experts.3." not in n)
-        engine.update_weights(checkpoint(str(other)))
+            engine.update_weights((n, t) for n, t in Checkpoint(str(other)) if ".experts.3." not in n)
+        engine.update_weights(Checkpoint(str(other)))
         assert sampled_as_written_out(engine.generate(), other)
 
 

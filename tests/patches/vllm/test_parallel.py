@@ -6,8 +6,9 @@ Starting one takes most of a minute, so each plays every scenario.
 import pytest
 
 from mindspeed_tpi.errors import InputError, LayoutError
-from mindspeed_tpi.parity.engine import Engine, checkpoint
+from mindspeed_tpi.parity.engine import Engine
 from mindspeed_tpi.parity.request import EngineOptions, Request
+from mindspeed_tpi.weights import Checkpoint
 from tests.models import random_prompts, write_model
 from tests.plain_model import sampled_as_written_out
 
@@ -44,7 +45,7 @@ def test_two_ranks(family, layout, changes, tmp_path):
         scored = engine.generate(PROMPTS[1:3], 1, prompt_logprobs=True)
         scored.prompt_lengths.fill_(1)  # its prompts' logprobs are checked as if they had been sampled
         assert sampled_as_written_out(scored, path)
-        engine.update_weights(checkpoint(str(other)))
+        engine.update_weights(Checkpoint(str(other)))
         assert sampled_as_written_out(engine.generate(), other)
         with pytest.raises(InputError, match="lacks"):
             engine.update_weights([])

@@ -20,7 +20,11 @@ PATH = f"{__name__}.ContractAttentionBackend"
 def attention_backend_class() -> type[Any]:
     """The backend that stands in for vLLM's `CPUAttentionBackend`; upstream's metadata and cache shape are kept."""
     from vllm.v1.attention.backend import AttentionType, MultipleOf
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
+    from vllm.v1.attention.backends.cpu_attn import (
+        CPUAttentionBackend,
+        CPUAttentionBackendImpl,
+        CPUAttentionMetadataBuilder,
+    )
 
     class ContractAttentionImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
         def __init__(
@@ -85,6 +89,11 @@ def attention_backend_class() -> type[Any]:
             )
             return output
 
+    class ContractMetadataBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.head_dim = 128  # upstream's plan for its own kernel, which serves few sizes and is not used here
+
     class ContractAttentionBackend(CPUAttentionBackend):  # type: ignore[misc]
         supported_kv_cache_dtypes = ["auto"]
 
@@ -103,6 +112,10 @@ def attention_backend_class() -> type[Any]:
         @staticmethod
         def get_impl_cls() -> type[Any]:
             return ContractAttentionImpl
+
+        @staticmethod
+        def get_builder_cls() -> type[Any]:
+            return ContractMetadataBuilder
 
     return ContractAttentionBackend
 
