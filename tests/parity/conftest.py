@@ -68,7 +68,7 @@ class Case:
 
     @property
     def expected_tokens(self) -> int:
-        return len(self.request.prompts) * self.request.max_new_tokens
+        return len(self.request.prompts) * self.request.max_new_tokens * (1 + len(self.request.weight_updates))
 
 
 def assert_exact(case: Case, logprobs: Tensor) -> None:
