@@ -360,7 +360,7 @@ def test_modules_in_the_working_directory_are_not_imported(tmp_path: Path) -> No
         (tmp_path / name).write_text("raise SystemExit('the wrong module')")
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "__init__.py").write_text("raise SystemExit('the wrong package')")
-    command = [sys.executable, "-m", "mindspeed_tpi.parity.trainer", "--help"]
+    command = [sys.executable, "-m", "mindspeed_tpi.parity.recompute", "--help"]
     ended = subprocess.run(command, cwd=tmp_path, env=launch.environment(False, 1), capture_output=True, text=True)
     assert ended.returncode == 0 and "usage:" in ended.stdout, ended.stderr
 

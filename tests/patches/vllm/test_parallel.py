@@ -56,7 +56,7 @@ def test_two_ranks(family, layout, changes, tmp_path):
     [
         ("llama", {}, "tp=8", r"tensor_parallel_size 8 .*sizes that work: 1, 2, 4"),
         ("llama", {"ffn": 250}, "tp=4", r"MLP 250; sizes that work: 1, 2$"),
-        ("llama", {"heads": 6, "kv_heads": 2}, "tp=4", r"6 heads, 2 KV heads .*sizes that work: 1, 2$"),
+        ("llama", {"hidden": 96, "heads": 6, "kv_heads": 2}, "tp=4", r"6 heads, 2 KV heads .*sizes that work: 1, 2$"),
         ("llama", {}, "dp=2", r"data_parallel_size 2 of a model without experts"),
         ("mixtral", {"moe_ffn": 50}, "tp=4", r"experts of width 50 .*sizes that work: 1, 2, or enable_expert_parallel"),
         ("mixtral", {}, "tp=2,ep=4", r"ep=4"),
