@@ -24,8 +24,7 @@ class RopeConfig:
     """What determines the tables.
 
     Attributes:
-        rotary_dim: rotated elements of a head. theta: base. max_position: rows of the tables; with yarn at least its factor times
-            the original length, as in vLLM.
+        rotary_dim: rotated elements of a head. theta: base. max_position: rows of the tables.
         scaling: one of `SCALINGS`. parameters: the scaling's numbers, as sorted (name, value) pairs.
     """
 
@@ -78,13 +77,10 @@ class RopeConfig:
             raise InputError(f"rope scaling {scaling!r} needs {', '.join(missing)} in the model's config.json")
         optional = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
         names = needed + (optional if scaling == "yarn" else ())
-        positions = int(config["max_position_embeddings"])
-        if scaling == "yarn":  # configurations may keep the native length there
-            positions = max(positions, int(float(rope["factor"]) * int(rope["original_max_position_embeddings"])))
         return cls(
             rotary_dim=int(head_dim * fraction),
             theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
-            max_position=positions,
+            max_position=int(config["max_position_embeddings"]),
             scaling=scaling,
             parameters=tuple(sorted((name, float(rope[name])) for name in names if rope.get(name) is not None)),
         )

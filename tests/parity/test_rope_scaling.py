@@ -46,13 +46,9 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     requests = {}
     for name, scaling in SCALINGS.items():
         model = write_model(
-            directory / name,
-            "llama",
-            layers=2,
-            rope_scaling=scaling,
-            rope_theta=1e4,
-            max_positions=ORIGINAL if name == "yarn" else 4 * ORIGINAL,
-        )  # fmt: skip  (configurations often keep the native length beside yarn)
+            directory / name, "llama", layers=2, rope_scaling=scaling, rope_theta=1e4,
+            max_positions=4 * ORIGINAL,
+        )  # fmt: skip
         requests[name] = Request(str(model), prompts, max_new_tokens=8, temperature=1.0, seed=7, engine=ENGINE)
     return roll_out(requests, directory)
 

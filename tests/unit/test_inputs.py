@@ -296,14 +296,6 @@ def test_a_sequence_beyond_the_positions_is_refused_with_the_key(tiny: Path, eng
         engine.Engine(too_long)
 
 
-def test_yarn_reaches_its_factor_times_the_native_length(model: Path, engines: Engines) -> None:
-    """Configurations may keep the native length in max_position_embeddings, as Qwen's instructions do."""
-    for original in ({"original_max_position_embeddings": 256}, {}):
-        configure(model, rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, **original})
-        assert Profile.load(model).rope.max_position == 1024
-        assert parity(model, "--prompt-len", "1000:1020") == 0
-
-
 def test_line_separators_inside_a_string(model: Path, engines: Engines, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     lines = [json.dumps({"prompt_token_ids": [n], "note": "a\u2028b\u2029c\x85d"}, ensure_ascii=False) for n in (1, 2)]
