@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from mindspeed_tpi import contract
 from mindspeed_tpi.contract import Leaves, NumericsContract, Role
-from mindspeed_tpi.errors import ContractError, LayoutError
+from mindspeed_tpi.errors import BackendError, ContractError, LayoutError
 
 
 @given(st.integers(1, 200_000), st.sampled_from([("whole", 1), ("tensor", 8), ("expert", 4)]))
@@ -124,3 +125,19 @@ def test_environment_overrides(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Non
     monkeypatch.setenv("MINDSPEED_TPI_CONTRACT", "no-such-file")
     with pytest.raises(ContractError, match="neither JSON nor a file"):
         contract.current()
+
+
+@pytest.mark.parametrize(
+    ("backend", "field", "value"),
+    [
+        ("cpu", "isa", "aarch64" if contract.default().isa == "x86-64" else "x86-64"),
+        ("cpu", "attention_gradient", "chain"),
+        ("cpu", "leaf_order", "cube"),
+        ("reference", "attention_gradient", "chain"),
+        ("reference", "leaf_order", "cube"),
+    ],
+)
+def test_a_backend_refuses_an_order_it_does_not_follow(backend: str, field: str, value: str) -> None:
+    module = importlib.import_module(f"mindspeed_tpi.ops.backends.{backend}")
+    with pytest.raises(BackendError, match=f"{field}="):
+        module.check(contract.default().overridden({field: value}))

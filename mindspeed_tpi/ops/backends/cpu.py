@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import tvm_ffi
 
-from mindspeed_tpi.contract import KERNEL_SEMANTICS, NumericsContract
+from mindspeed_tpi.contract import KERNEL_SEMANTICS, NumericsContract, default
 from mindspeed_tpi.errors import BackendError
 from mindspeed_tpi.ops import checks
 from mindspeed_tpi.ops.table import OPERATORS, Attribute, Operator
@@ -84,10 +84,12 @@ def check(contract: NumericsContract) -> None:
     """
     fixed = {
         "family": "cpu",
+        "isa": default().isa,
         "kernel_semantics": _lib.tpi_kernel_semantics(),
         "kv_block": _lib.tpi_kv_block(),
         "lanes": _lib.tpi_lanes(),
         "leaf_order": "chain",
+        "attention_gradient": "add",
         "multiply_add": "fma",
         "transcendental": "polynomial",
         "subnormals": "flush",

@@ -36,7 +36,17 @@ DEVICE = "cpu"
 
 
 def check(contract: NumericsContract) -> None:
-    """Every contract can be followed."""
+    """Refuse the orders of an Ascend core, which this backend does not follow yet.
+
+    Raises:
+        BackendError: names the field, its value and the value this backend has.
+    """
+    for name, value in {"leaf_order": "chain", "attention_gradient": "add"}.items():
+        found = getattr(contract, name)
+        if found != value:
+            raise BackendError(
+                f"the reference backend has {name}={value!r}, the contract says {found!r}; drop that override of MINDSPEED_TPI_CONTRACT"
+            )
 
 
 def describe() -> dict[str, Any]:
