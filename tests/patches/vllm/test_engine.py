@@ -157,6 +157,9 @@ def test_worker_without_the_plugin_is_refused(own, monkeypatch):
 
 def test_a_patch_that_somebody_overwrote_is_refused(own, monkeypatch):
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()  # once in a process: it would go back on top of what came before
 
     def theirs(self, layer, x, bias=None):
         return torch.nn.functional.linear(x, layer.weight, bias)
