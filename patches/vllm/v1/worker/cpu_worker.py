@@ -130,7 +130,7 @@ def contract_worker_class() -> type[Any]:
 
         def execute_model(self, scheduler_output: Any) -> Any:
             """A step: from the embedding to the logits. The first in strict mode, and every `MINDSPEED_TPI_CHECK_EVERY`-th, runs
-            under `strict.Checked`; a compiled model is one operator there, whose graph was looked at when it was made."""
+            under `strict.Checked`; a compiled model is one operator there, and what its graph holds is not seen."""
             strict.check_patches()
             step = partial(super().execute_model, scheduler_output)
             if not (envs.strict() and scheduler_output.total_num_scheduled_tokens):
