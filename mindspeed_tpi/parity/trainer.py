@@ -151,7 +151,7 @@ class Trainer:
             advantages: f32 [N], aligned with the rollout; None: 1 everywhere, the mean negative log-likelihood.
 
         Returns:
-            The loss, for reading only (summed in float64).
+            The loss, for reading only (a sequence summed in float64, sequences exactly).
         """
         sequences = self._sequences(rollout)
         generated = rollout.generated
@@ -162,7 +162,7 @@ class Trainer:
         training.zero_gradients()
         for chunk in self.chunks:
             chunk.train()
-        total = torch.zeros((), dtype=torch.float64)
+        losses: list[float] = []
 
         def weigh(batch: Batch, loss: Tensor, positions: Tensor) -> Tensor:
             gradient = torch.zeros_like(loss)
@@ -171,7 +171,7 @@ class Trainer:
                 line[real] = per_row[row][1:][positions[real]]
             weighted = loss * gradient
             if _reports():
-                total.add_((loss.detach().double() * gradient).sum())
+                losses.extend(float((line.double() * g).sum()) for line, g in zip(loss.detach(), gradient, strict=True))
             return weighted.sum()
 
         length = batches.row_length(self.layout, max(len(s) for s in sequences))
@@ -179,7 +179,8 @@ class Trainer:
         size = math.gcd(micro_batch, group) if group else micro_batch
         todo = batches.in_order(sequences, self.layout.dp, _data_parallel_rank(), length, size)
         schedule.run(training.chunks, self.layout, todo, _temperature(rollout), weigh, stock=self.request.stock)
-        return float(tree.gather(total.view(1), dist.group.WORLD).sum())
+        total = torch.tensor([math.fsum(losses)], dtype=torch.float64)
+        return math.fsum(tree.gather(total, dist.group.WORLD).flatten().tolist())
 
     @property
     def grad_norm(self) -> float:
