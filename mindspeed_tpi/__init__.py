@@ -34,7 +34,7 @@ __all__ = [
     "patch_status",
 ]
 
-TRAINING_UPSTREAMS = ("megatron_core",)
+TRAINING_UPSTREAMS = ("megatron_core", "mindspeed")
 
 _LAZY = {
     "Rollout": "mindspeed_tpi.parity.rollout",
@@ -79,6 +79,7 @@ def enable(*upstreams: str) -> None:
             _registries[upstream] = Registry(
                 patches.declared((upstream,)), patches.kept(upstream), strict=envs.strict()
             )
+        _registries[upstream].strict = envs.strict()  # MindSpeed's --tpi-strict comes after the import
         _registries[upstream].apply()
     if envs.MODE.get() == "audit":
         from mindspeed_tpi import audit

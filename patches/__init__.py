@@ -16,7 +16,7 @@ if __name__ != "mindspeed_tpi.patches":
 if TYPE_CHECKING:
     from mindspeed_tpi.patching import Patch
 
-UPSTREAMS = ("megatron_core", "vllm")
+UPSTREAMS = ("megatron_core", "mindspeed", "vllm")
 
 
 def declared(upstreams: tuple[str, ...] = UPSTREAMS) -> tuple[Patch, ...]:

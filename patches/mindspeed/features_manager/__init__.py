@@ -1,0 +1,1 @@
+"""Replacements in `mindspeed.features_manager`."""
