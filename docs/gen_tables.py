@@ -17,6 +17,7 @@ import ascend_roofline
 from mindspeed_tpi import envs, patches
 from mindspeed_tpi.ops import backends
 from mindspeed_tpi.ops.table import OPERATORS
+from mindspeed_tpi.patches.mindspeed.features_manager import features_manager
 from mindspeed_tpi.patching import Patch
 from mindspeed_tpi.platform import cpu
 
@@ -83,6 +84,11 @@ def family(name: str) -> str:
     return table(["operator", "meaning"], rows)
 
 
+def mindspeed_features(_: str) -> str:
+    rows = [[f"`{name}`", settled.verdict, settled.why] for name, settled in features_manager.SETTLED.items()]
+    return table(["feature", "verdict", "what it touches, or what to do"], rows)
+
+
 def written(make: Callable[[], str]) -> str:
     return f"{NOTE}\n\n{make()}\n"
 
@@ -92,6 +98,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "patches.md": lambda: written(patch_table),
     "operators.md": lambda: written(operators),
     "op-schemas.md": lambda: filled("op-schemas.md", family),
+    "mindspeed.md": lambda: filled("mindspeed.md", mindspeed_features),
     "ascend.md": lambda: filled("ascend.md", lambda name: ascend_roofline.TABLES[name]()),
 }
 
