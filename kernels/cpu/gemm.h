@@ -24,7 +24,7 @@ constexpr int kTileRows[4] = {0, 4, 2, 1};
 
 constexpr i64 kBlockK = 256;         // largest piece of the reduction that is packed at a time
 constexpr int kInnerLevels = 8;      // log2(kBlockK)
-constexpr i64 kChunkBlocks = 4;       // blocks of the reduction that are packed at a time
+constexpr i64 kChunkBlocks = W == 16 ? 4 : 1;  // blocks of the reduction that are packed at a time
 constexpr i64 kBlockLanes = 768;     // lanes of B packed at a time
 constexpr i64 kBlockRows = 768;      // rows of C in flight
 constexpr i64 kPackRows = 8 * kTileRows[2] < 96 ? 96 : 8 * kTileRows[2];  // rows of A packed at a time
