@@ -222,6 +222,7 @@ def test_a_step_changes_the_model_and_repeats(trainer: Build) -> None:
     losses = [
         [t.train_step(rollout, lr=1e-2, micro_batch=size) for _ in range(3)] for t, size in ((first, 1), (second, 4))
     ]
+    assert first.weight_hashes() == second.weight_hashes() and first.grad_norm == second.grad_norm
     assert losses[0] == losses[1] and losses[0][2] < losses[0][0]
     assert first.weight_version == 3
     newer = replace(rollout, weight_versions=rollout.weight_versions + 3)
