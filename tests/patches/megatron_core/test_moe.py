@@ -93,9 +93,9 @@ def test_a_grouped_weight_is_stored_once(trainer: Build) -> None:
     with megatron_config(moe_grouped_gemm=True):
         t = Trainer(t.request)
     experts = next(module for module in t.model.modules() if type(module).__name__ == "GroupedMLP")
-    assert [tuple(p.shape) for p in experts.parameters()] == [(64, 8 * 64), (8 * 32, 64)]
+    assert [tuple(p.shape) for p in experts.parameters()] == [(256, 8 * 64), (8 * 32, 256)]
     for weight, of_experts in ((experts.weight1, moe.grouped_fc1), (experts.weight2, moe.grouped_fc2)):
-        assert of_experts(weight, 8, 64).data_ptr() == weight.data_ptr()
+        assert of_experts(weight, 8, 256).data_ptr() == weight.data_ptr()
 
 
 def test_experts_of_another_class_are_refused(trainer: Build) -> None:
