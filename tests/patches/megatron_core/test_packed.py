@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mindspeed_tpi.errors import ParityError
+from mindspeed_tpi.errors import LayoutError, ParityError
 from mindspeed_tpi.parity.trainer import Trainer
 from tests.models import random_prompts
 from tests.patches.megatron_core.conftest import VOCAB, rollout_for, same_bits
@@ -17,8 +17,9 @@ from tests.patches.megatron_core.conftest import VOCAB, rollout_for, same_bits
 LENGTHS = [9, 24, 1, 14]
 
 
-def packed(trainer: Trainer, sequences: list[Tensor], padded: int = 0) -> list[Tensor]:
-    """Log-probabilities of each sequence from one packed forward pass; every sequence padded to a multiple of `padded`."""
+def packed(trainer: Trainer, sequences: list[Tensor], padded: int = 0, longest: int = 0) -> list[Tensor]:
+    """Log-probabilities of each sequence from one packed forward pass; every sequence padded to a multiple of `padded`. The
+    parameters say that the longest has `longest` tokens (0: the truth)."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     room = [len(s) if not padded else -(-len(s) // padded) * padded for s in sequences]
@@ -35,8 +36,8 @@ def packed(trainer: Trainer, sequences: list[Tensor], padded: int = 0) -> list[T
         cu_seqlens_kv=real,
         cu_seqlens_q_padded=starts if padded else None,
         cu_seqlens_kv_padded=starts if padded else None,
-        max_seqlen_q=max(room),
-        max_seqlen_kv=max(room),
+        max_seqlen_q=longest or max(room),
+        max_seqlen_kv=longest or max(room),
     )
     positions = torch.arange(total).unsqueeze(0)
     loss = trainer.model(tokens, positions, None, labels=labels, packed_seq_params=params)[0]
@@ -53,6 +54,14 @@ def test_a_pack_equals_its_sequences(trainer: Callable[..., Trainer], family: st
     with torch.no_grad():
         for got, wanted in zip(packed(t, rollout.sequences, padded), whole, strict=True):
             assert same_bits(got, wanted[1:])
+
+
+def test_a_longest_sequence_below_the_padded_tail_is_named(trainer: Callable[..., Trainer]) -> None:
+    sequences = [torch.tensor(s) for s in random_prompts(LENGTHS, vocab=VOCAB, seed=2)]
+    with pytest.raises(
+        LayoutError, match="24 positions with its padding, PackedSeqParams.max_seqlen_q and max_seqlen_kv say 16"
+    ):
+        packed(trainer("qwen3"), sequences, 8, longest=16)
 
 
 def test_gradients_repeat(trainer: Callable[..., Trainer]) -> None:

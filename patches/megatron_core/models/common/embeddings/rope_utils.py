@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_tpi import ops
+from mindspeed_tpi.errors import BackendError, LayoutError
 from mindspeed_tpi.patches.megatron_core.support import UNTIL, VERSIONS, outside
 from mindspeed_tpi.patching import Patch
 
@@ -40,7 +41,15 @@ def apply_rotary_pos_emb(original: Callable[..., Tensor]) -> Callable[..., Tenso
             positions -= starts[torch.searchsorted(starts, positions, right=True) - 1]
         tables = freqs.to(t.device)
         heads = t.flatten(0, 1) if t.dim() == 4 else t
-        return ops.rope(heads, tables[:, 0, 0], tables[:, 0, 1], positions).view(t.shape)
+        try:
+            return ops.rope(heads, tables[:, 0, 0], tables[:, 0, 1], positions).view(t.shape)
+        except BackendError:
+            if cu_seqlens is None or int(positions.max()) < len(tables):
+                raise
+            raise LayoutError(
+                f"a packed sequence has {int(positions.max()) + 1} positions with its padding, PackedSeqParams.max_seqlen_q and "
+                f"max_seqlen_kv say {len(tables)}; set both to the longest sequence in cu_seqlens_q_padded"
+            ) from None
 
     return apply
 
