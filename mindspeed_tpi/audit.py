@@ -40,6 +40,8 @@ _ACCUMULATES = re.compile(
     # … or one of these parts
     r"|index_(add|put|reduce)|scatter_(add|reduce)|segment_reduce|embedding_(bag|dense_backward)"
 )
+# vLLM's collectives over shared memory that only move numbers; its shm_allreduce adds them up.
+_MOVES = ("shm_all_gather", "shm_gather", "shm_send_tensor_list", "shm_recv_tensor_list")
 _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _STRICT = str(Path(__file__).with_name("strict.py"))
@@ -56,7 +58,8 @@ def kind(operator: torch._ops.OpOverload) -> str | None:
         return "outside" if "reduce" in name else None
     if operator.namespace in ("aten", "prims"):
         return "outside" if _ACCUMULATES.search(name) else None
-    return None if operator.namespace in ("prim", "profiler") else "extension"
+    moves = operator.namespace in ("prim", "profiler") or (operator.namespace == "_C" and name in _MOVES)
+    return None if moves else "extension"
 
 
 class _Audit(TorchDispatchMode):
