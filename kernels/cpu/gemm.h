@@ -60,6 +60,7 @@ inline float* scratch(i64 floats) {
 // The leaves of a reduction over n elements and how the engine walks it. The tree is a binary counter: after leaf g the
 // running sum takes in one stored partial per trailing one bit of g, and is stored one level above the last of them.
 struct Reduction {
+  bool carry = false;  // the (one) chain continues from values the caller gives
   i64 n, leaf, block;
   i64 half;     // n / 2 when paired: [gate; up], a leaf is one of gate's and then one of up's; else 0
   int levels;   // stored levels: bits of the last leaf that has elements
@@ -182,7 +183,7 @@ void tile(const Reduction& red, i64 k0, i64 k1, const float* a, i64 a_stride, co
   auto level = [&](int l) { return l < red.inner ? near + l * (R * P * W) : outer + (l - red.inner) * stride; };
   vf acc[R][P];
   i64 g = k0 / red.leaf;
-  if (k0 % red.leaf)
+  if (k0 % red.leaf || red.carry)
     tile_load(total, acc);
   else
     tile_clear(acc);
@@ -298,10 +299,11 @@ struct Operand {
 };
 
 // C for rows [r0, r1) and lanes [l0, l1) on the calling thread. finish(r, rows, l, lanes, c, ld) takes the results of a
-// panel, c[rows][ld]. False when memory is short.
-template <class T, class Finish>
+// panel, c[rows][ld]; begin(the same), where a chain is carried on, gives its values so far. False when memory is short.
+inline void nothing_before(i64, i64, i64, i64, float*, i64) {}
+template <class T, class Finish, class Begin = decltype(&nothing_before)>
 bool reduce_block(const Reduction& red, Operand<T> A, i64 r0, i64 r1, Operand<T> B, i64 l0, i64 l1,
-                  const Finish& finish) {
+                  const Finish& finish, const Begin& begin = &nothing_before) {
   const i64 lanes_max = round_up(min_of(l1 - l0, kBlockLanes), W);
   const bool resident = red.n <= red.block || lanes_max * red.n <= kResident;
   const bool in_place = sizeof(T) == sizeof(float) && A.k_dense && !red.half && l1 - l0 <= kInPlaceLanes;
@@ -335,6 +337,14 @@ bool reduce_block(const Reduction& red, Operand<T> A, i64 r0, i64 r1, Operand<T>
       for (i64 k = 0; k < red.n; k = red.block_end(k)) pack_b(k, red.block_end(k), b_pack + k * vectors * W);
     for (i64 rb = r0; rb < r1; rb += rows_max) {
       const i64 rows = min_of(r1 - rb, rows_max);
+      float* total = sums + (red.levels - red.inner) * level_size;
+      const auto for_panels = [&](const auto& f) {
+        for (i64 v = 0; v < vectors; v += panel_vectors(v)) {
+          const i64 width = panel_vectors(v) * W, l = lb + v * W;
+          f(rb, rows, l, min_of(l1 - l, width), total + v * W * rows, width);
+        }
+      };
+      if (red.carry) for_panels(begin);
       i64 k0 = 0;
       do {
         const i64 k1 = red.block_end(k0);
@@ -375,11 +385,7 @@ bool reduce_block(const Reduction& red, Operand<T> A, i64 r0, i64 r1, Operand<T>
         }
         k0 = k1;
       } while (k0 < red.n);
-      const float* total = sums + (red.levels - red.inner) * level_size;
-      for (i64 v = 0; v < vectors; v += panel_vectors(v)) {
-        const i64 width = panel_vectors(v) * W, l = lb + v * W;
-        finish(rb, rows, l, min_of(l1 - l, width), total + v * W * rows, width);
-      }
+      for_panels(finish);
     }
   }
   return true;

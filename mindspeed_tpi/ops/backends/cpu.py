@@ -26,7 +26,7 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _SIGNATURES = {
     "linear": "iipqpqppqqqqqqi",
     "linear_dx": "iipqpqpqqqqqqi",
-    "linear_dw": "ipqpqpqqqqppqq",
+    "linear_dw": "ipqpqpqqqqppqqi",
     "linear_db": "ipqpqqppqq",
     "grouped_linear": "iipqpqqpqpqqqqq",
     "grouped_linear_dx": "iipqpqqpqpqqqqqi",
@@ -344,7 +344,9 @@ def _check_grad(name: str, grad: Tensor, shape: tuple[int, ...]) -> None:
         raise _refuse(name, f"grad {grad.dtype} {tuple(grad.shape)}", f"a contiguous float32 tensor {shape} on the CPU")
 
 
-def linear_dw(dy: Tensor, x: Tensor, grad: Tensor, batch: int, row_offsets: Tensor | None, spans: int) -> None:
+def linear_dw(
+    dy: Tensor, x: Tensor, grad: Tensor, batch: int, row_offsets: Tensor | None, spans: int, carry: bool
+) -> None:
     if _stored_transposed(grad):
         dy, x, grad = x, dy, grad.t()  # a product's factors commute
     code = _code("linear_dw", dy, x)
@@ -355,8 +357,9 @@ def linear_dw(dy: Tensor, x: Tensor, grad: Tensor, batch: int, row_offsets: Tens
         raise _refuse("linear_dw", f"{a.shape[0]} gradient rows for {b.shape[0]} tokens", "as many of each")
     rows = _Rows("linear_dw", a.shape[0], batch, row_offsets)
     status = _lib.tpi_linear_dw(
-        code, a.data_ptr(), a.stride(0), b.data_ptr(), b.stride(0), grad.data_ptr(), k, n, k, *rows.arguments, spans
-    )
+        code, a.data_ptr(), a.stride(0), b.data_ptr(), b.stride(0), grad.data_ptr(), k, n, k, *rows.arguments, spans,
+        int(carry),
+    )  # fmt: skip
     _check("linear_dw", status)
 
 
