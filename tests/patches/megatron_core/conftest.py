@@ -20,7 +20,7 @@ LENGTHS = [9, 20, 5, 1]
 
 
 def tiny_model(path: Path, family: str, **options: object) -> Path:
-    sizes = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 96, "vocab": VOCAB}
+    sizes = {"layers": 2, "hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 96, "vocab": VOCAB}
     return write_model(path, family, **{**sizes, "window": 6, "max_positions": 64, **options})  # type: ignore[arg-type]
 
 
