@@ -16,7 +16,7 @@ from tests.models import write_model
 
 @pytest.fixture(scope="module")
 def profiles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Profile]:
-    sizes = {"layers": 4, "hidden": 64, "heads": 12, "kv_heads": 4, "head_dim": 16, "ffn": 96, "vocab": 50}
+    sizes = {"layers": 4, "hidden": 96, "heads": 12, "kv_heads": 4, "head_dim": 16, "ffn": 96, "vocab": 50}
     directory = tmp_path_factory.mktemp("models")
     families = ("llama", "qwen3-moe", "glm4-moe", "qwen2-moe", "mixtral")
     return {
