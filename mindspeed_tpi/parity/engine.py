@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -23,7 +21,6 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from mindspeed_tpi import envs, ops, weights
@@ -34,7 +31,9 @@ from mindspeed_tpi.parity.replicas import Replicas, free_port
 from mindspeed_tpi.parity.request import Request
 from mindspeed_tpi.parity.rollout import Rollout, Sample
 from mindspeed_tpi.patches.vllm._limits import layout_problems
+from mindspeed_tpi.patches.vllm.v1.worker.cpu_worker import DRIVER
 from mindspeed_tpi.profiles import Profile
+from mindspeed_tpi.weights.update import stream
 
 _DEFAULT_LENGTH = 1024
 _ENVIRONMENT = {
@@ -94,6 +93,7 @@ class Engine:
         wanted = {name: os.environ.get(name) or value for name, value in _ENVIRONMENT.items()}
         if self.request.stock:
             wanted["MINDSPEED_TPI"] = "0"
+        wanted[DRIVER] = str(os.getpid())
         wanted["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if self.request.engine.spawn else "0"
         if self.layout.ranks > 1:
             threads = max(1, len(os.sched_getaffinity(0)) // self.layout.ranks)
@@ -286,39 +286,33 @@ class Engine:
         return samples, self._rpc("tpi_take_counts")[0]
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> int:
-        """Load Hugging Face tensors into the running model in place, and forget the prefix cache.
-
-        Args:
-            tensors: (name, tensor) pairs with the names of the model's checkpoint; all of the model's weights.
+        """Load Hugging Face tensors into the running model in place, all or none (see `weights.update`), and forget the prefix
+        cache.
 
         Returns:
             The new weight version, which tokens sampled from now on carry.
 
         Raises:
-            InputError: the model has weights that are not among the tensors.
-            ParityError: the prefix cache could not be reset (requests are running).
+            InputError: tensors other than the model's.
+            ParityError: requests are running, there is no room, or a worker cannot take them.
         """
-        update = {name: tensor.detach().contiguous() for name, tensor in tensors}
-        size = sum(tensor.nbytes for tensor in update.values())
-        with tempfile.TemporaryDirectory(prefix="mindspeed-tpi-", dir=_exchange_folder(size)) as directory:
-            path = os.path.join(directory, "weights.safetensors")
-            save_file(update, path)
-            lacking = self._everywhere("load", [(path, self.weight_version + 1)] * self.layout.dp)
-            missing = sorted({name for lacks in lacking for name in lacks})
-        if missing:
-            shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
-            raise InputError(f"the weight update lacks {shown}: they would keep their old values")
+        ranks = self.layout.dp
+
+        def workers(method: str, *args: Any) -> list[Any]:
+            return [answer for rank in self._everywhere("_rpc", [(method, *args)] * ranks) for answer in rank]
+
+        stream(tensors, self.profile, workers, lambda: all(self._everywhere("forget")))
         self.weight_version += 1
+        self._everywhere("label", [(self.weight_version,)] * ranks)
         return self.weight_version
 
-    def load(self, path: str, version: int) -> set[str]:
-        """This data-parallel rank's part of `update_weights`; returns the tensors that were lacking."""
-        missing = {name for lacks in self._rpc("tpi_update_weights", path) for name in lacks}
-        if not missing:
-            self._llm.llm_engine.set_weight_version(str(version))
-        if not self._llm.reset_prefix_cache():
-            raise ParityError("vLLM did not reset its prefix cache after the weight update; update between generations")
-        return missing
+    def forget(self) -> bool:
+        """Empty this data-parallel rank's prefix cache; whether it could."""
+        return bool(self._llm.reset_prefix_cache())
+
+    def label(self, version: int) -> None:
+        """Say which weights this data-parallel rank has."""
+        self._llm.llm_engine.set_weight_version(str(version))
 
     def _check_prompts(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float, prompt_logprobs: bool
@@ -384,30 +378,12 @@ def join(rollouts: Sequence[Rollout]) -> Rollout:
     )
 
 
-def _exchange_folder(size: int) -> str:
-    """A directory with room for `size` bytes and their header: shared memory, which reaches every worker without a copy over
-    pipes, else the temporary directory.
-
-    Raises:
-        ParityError: neither has it.
-    """
-    folders = [folder for folder in ("/dev/shm", tempfile.gettempdir()) if os.path.isdir(folder)]
-    free = {folder: shutil.disk_usage(folder).free for folder in folders}
-    for folder, room in free.items():
-        if room > size + (1 << 20):
-            return folder
-    shown = ", ".join(f"{folder} has {room >> 20} MiB free" for folder, room in free.items())
-    raise ParityError(
-        f"a weight update of {size >> 20} MiB finds no room: {shown}; enlarge /dev/shm (docker run --shm-size), or set TMPDIR"
-    )
-
-
 def run(request: Request, progress: bool = False) -> Rollout:
     """The whole request: generate, and once more after each weight update."""
     with Engine(request) as engine:
         rollouts = [engine.generate(progress=progress)]
         for model in request.weight_updates:
-            engine.update_weights(weights.Checkpoint(model))
+            engine.update_weights(weights.unpacked(model, engine.profile))
             rollouts.append(engine.generate(progress=progress))
         return rollouts[0] if len(rollouts) == 1 else join(rollouts)
 

@@ -9,8 +9,8 @@ import multiprocessing
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from multiprocessing.connection import Connection
-from typing import Any
+from multiprocessing.connection import Connection, wait
+from typing import Any, cast
 
 from mindspeed_tpi.errors import InputError, ParityError
 
@@ -55,17 +55,24 @@ class Replicas:
         Raises:
             InputError, ParityError: what a rank raised.
         """
-        answers = []
-        for process, pipe in zip(self._processes, self._pipes, strict=True):
-            try:
-                answer = pipe.recv()
-            except EOFError:
-                process.join(_GRACE_SECONDS)
-                raise ParityError(f"{process.name} ended with status {process.exitcode}; see its log above") from None
-            if isinstance(answer, Exception):
-                raise answer
-            answers.append(answer)
-        return answers
+        answers: dict[Connection, Any] = {}
+        processes = dict(zip(self._pipes, self._processes, strict=True))
+        while waiting := [pipe for pipe in self._pipes if pipe not in answers]:
+            for pipe in cast(
+                list[Connection], wait(waiting)
+            ):  # whoever comes first: the others may wait for a rank that died
+                try:
+                    answer = pipe.recv()
+                except EOFError:
+                    process = processes[pipe]
+                    process.join(_GRACE_SECONDS)
+                    raise ParityError(
+                        f"{process.name} ended with status {process.exitcode}; see its log above"
+                    ) from None
+                if isinstance(answer, Exception):
+                    raise answer
+                answers[pipe] = answer
+        return [answers[pipe] for pipe in self._pipes]
 
     def close(self) -> None:
         """End the ranks: each leaves when its pipe closes; one that hangs in a collective is ended."""

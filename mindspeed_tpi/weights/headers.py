@@ -226,6 +226,17 @@ def check(checkpoint: str | Path, profile: Profile) -> None:
     files.require(found, tensors(profile), profile.layers, profile.mtp_layers)
 
 
+def unpacked(checkpoint: str | Path, profile: Profile) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of everything stored, under the family's names: experts that are stored as one tensor come one by one.
+
+    Raises:
+        InputError: as `Checkpoint`.
+    """
+    with Checkpoint(checkpoint) as files:
+        for name, stored in files.unpacked(Names.of_family(profile.family)).items():
+            yield name, files.read(stored)
+
+
 def identity(checkpoint: str | Path) -> str:
     """SHA-256 that tells checkpoints apart without reading them whole: configuration, names and sizes of the files, and
     64 samples of each.

@@ -24,6 +24,7 @@ from mindspeed_tpi.errors import InputError, ParityError
 from mindspeed_tpi.parity import driver, engine, launch
 from mindspeed_tpi.parity.request import EngineOptions, Request
 from mindspeed_tpi.profiles import Profile
+from mindspeed_tpi.weights import update
 from tests.models import MOE_FAMILIES, write_model
 from tests.unit.engines import Engines, write_tiny
 
@@ -378,14 +379,14 @@ def test_without_a_home(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 def test_small_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Docker gives /dev/shm 64 MB, some clusters 2."""
     free = {"/dev/shm": 2 << 20, str(tmp_path): 100 << 20}
-    monkeypatch.setattr(engine.tempfile, "gettempdir", lambda: str(tmp_path))
-    monkeypatch.setattr(engine.shutil, "disk_usage", lambda folder: _Usage(free[folder]))
-    assert engine._exchange_folder(1 << 19) == "/dev/shm"
-    assert engine._exchange_folder(50 << 20) == str(tmp_path)
+    monkeypatch.setattr(update.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(update.shutil, "disk_usage", lambda folder: _Usage(free[folder]))
+    assert update._exchange_folder(1 << 19) == "/dev/shm"
+    assert update._exchange_folder(50 << 20) == str(tmp_path)
     with pytest.raises(
-        ParityError, match="update of 200 MiB finds no room: /dev/shm has 2 MiB free, .* 100 MiB free; enlarge"
+        ParityError, match="200 MiB of a weight update find no room: /dev/shm has 2 MiB free, .* 100 MiB free; enlarge"
     ):
-        engine._exchange_folder(200 << 20)
+        update._exchange_folder(200 << 20)
 
 
 class _Usage:

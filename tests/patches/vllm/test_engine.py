@@ -54,6 +54,7 @@ def first(request_, tmp_path_factory):
             engine.generate(temperature=0.7)
         with pytest.raises(InputError, match=r"lacks .*lm_head"):
             engine.update_weights((n, t) for n, t in Checkpoint(str(other)) if n != "lm_head.weight")
+        results["kept"] = engine.generate()
         assert engine.update_weights(Checkpoint(str(other))) == 1
         results["updated"] = engine.generate()
         assert engine.update_weights(Checkpoint(request_.model)) == 2
@@ -89,6 +90,7 @@ def test_weight_update_is_in_place_and_forgets_the_cache(first, request_):
     assert not same(first["updated"], first["rollout"])
     assert same(first["back"], first["rollout"])
     assert first["back"].meta["counters"]["prefix_cache_hits"] == first["rollout"].meta["counters"]["prefix_cache_hits"]
+    assert same(first["kept"], first["rollout"]) and first["kept"].weight_versions.unique().tolist() == [0]
     assert first["updated"].weight_versions.unique().tolist() == [1]
     assert first["back"].weight_versions.unique().tolist() == [2]
 

@@ -5,9 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import os
+import select
+import threading
 from collections import Counter
 from functools import cache, partial
 from typing import Any
+
+import torch
+from safetensors import safe_open
 
 from mindspeed_tpi import contract, envs, ops, strict, versions
 from mindspeed_tpi.errors import ParityError
@@ -16,9 +21,11 @@ from mindspeed_tpi.patches.vllm._coverage import WAY_OUT, calling_operators, cha
 from mindspeed_tpi.patches.vllm._status import in_force
 from mindspeed_tpi.patches.vllm.model_executor.layers.rotary_embedding import built_rope
 from mindspeed_tpi.patches.vllm.platforms.cpu import KEY
-from mindspeed_tpi.profiles import Profile
 
 logger = logging.getLogger("mindspeed_tpi")
+
+DRIVER = "_MINDSPEED_TPI_DRIVER"
+"""In the environment of the engines that `parity.engine` starts: its process, with which their workers end."""
 
 
 class _Counters:
@@ -49,21 +56,53 @@ class _Counters:
         return taken
 
 
-def missing_experts(profile: Profile, names: set[str]) -> list[str]:
-    """Experts' tensors that a set of Hugging Face names lacks; vLLM itself counts a parameter as loaded with one of its experts."""
-    moe = profile.moe
-    if moe is None:
-        return []
-    block, projections = ("mlp", ("gate_proj", "up_proj", "down_proj"))
-    if profile.family == "MixtralForCausalLM":
-        block, projections = ("block_sparse_moe", ("w1", "w2", "w3"))
-    return [
-        name
-        for layer in sorted(set(range(profile.layers)) - set(moe.dense_layers))
-        for expert in range(moe.experts)
-        for projection in projections
-        if (name := f"model.layers.{layer}.{block}.experts.{expert}.{projection}.weight") not in names
-    ]
+def end_with(driver: int) -> None:
+    """End this process as soon as another one has ended: vLLM's engine core in a process of its own outlives its killed driver,
+    but not its worker."""
+
+    def wait() -> None:
+        try:
+            process = os.pidfd_open(driver)
+        except ProcessLookupError:
+            os._exit(1)
+        poll = select.poll()
+        poll.register(process, select.POLLIN)
+        poll.poll()
+        os._exit(1)
+
+    threading.Thread(target=wait, name="mindspeed_tpi: ends with the driver", daemon=True).start()
+
+
+class _Staged:
+    """New weights beside those in use, in this worker's shards, until all have come."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._parameters = dict(model.named_parameters())
+        # Memory that is not written takes no room yet.
+        self._new = {name: torch.empty_like(p, device="cpu") for name, p in self._parameters.items()}
+        self._loaded: set[str] = set()
+
+    def load(self, path: str) -> None:
+        """Have vLLM's own loaders take their parts of a safetensors file of Hugging Face tensors."""
+        in_use = {name: parameter.data for name, parameter in self._parameters.items()}
+        try:
+            for name, parameter in self._parameters.items():
+                parameter.data = self._new[name]
+            with safe_open(path, framework="pt") as file:
+                names = list(file.keys())
+                self._loaded |= self._model.load_weights((name, file.get_tensor(name)) for name in names)
+        finally:
+            for name, parameter in self._parameters.items():
+                parameter.data = in_use[name]
+
+    def lacking(self) -> list[str]:
+        return sorted(self._parameters.keys() - self._loaded)
+
+    def commit(self) -> None:
+        """Overwrite the weights in use, each new one's memory being freed at once."""
+        for name, parameter in self._parameters.items():
+            parameter.data.copy_(self._new.pop(name))
 
 
 @cache
@@ -75,7 +114,11 @@ def observed_worker_class() -> type[Any]:
     class ObservedWorker(CPUWorker):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
+            driver = os.environ.get(DRIVER, "")
+            if driver not in ("", str(os.getpid())):
+                end_with(int(driver))
             self._tpi_counters = _Counters()
+            self._tpi_staged: _Staged | None = None
 
         def execute_model(self, scheduler_output: Any) -> Any:
             self._tpi_counters.observe(scheduler_output)
@@ -90,23 +133,28 @@ def observed_worker_class() -> type[Any]:
         def tpi_seed(self, seed: int) -> None:
             set_random_seed(seed)
 
-        def tpi_update_weights(self, path: str) -> list[str]:
-            """Load a safetensors file of Hugging Face tensors into the running model, in place.
+        def tpi_stage_weights(self, path: str) -> str:
+            """Keep this worker's part of a file of Hugging Face tensors beside the weights in use; returns what went wrong."""
+            try:
+                if self._tpi_staged is None:
+                    self._tpi_staged = _Staged(self.model_runner.get_model())
+                self._tpi_staged.load(path)
+            except Exception as error:  # vLLM's loaders raise anything
+                return f"worker rank {self.rank}: {error!r}"
+            return ""
 
-            Returns:
-                The tensors of the model that the file lacks: they kept their old values, so the update has failed. (An
-                exception would reach the driver of a spawned worker as mere text.)
-            """
-            from safetensors import safe_open
+        def tpi_commit_weights(self) -> str:
+            """Put what was kept in the place of the weights in use; returns what is lacking, and then changes nothing."""
+            if self._tpi_staged is None:
+                return f"worker rank {self.rank} has been given no weights"
+            if lacking := self._tpi_staged.lacking():
+                return f"worker rank {self.rank} lacks {', '.join(lacking[:8])}"
+            self._tpi_staged.commit()
+            self._tpi_staged = None
+            return ""
 
-            model = self.model_runner.get_model()
-            with safe_open(path, framework="pt") as file:
-                names = set(file.keys())
-                missing = missing_experts(Profile.from_hf(self.model_config.hf_text_config.to_dict()), names)
-                if missing:
-                    return missing
-                loaded = model.load_weights((name, file.get_tensor(name)) for name in names)
-            return sorted({name for name, _ in model.named_parameters()} - loaded)
+        def tpi_discard_weights(self) -> None:
+            self._tpi_staged = None
 
     return ObservedWorker
 
