@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from mindspeed_tpi.parity.check import check, contract_of
     from mindspeed_tpi.parity.logprobs import logprobs
     from mindspeed_tpi.parity.rollout import Rollout
+    from mindspeed_tpi.weights.transfer import hf_tensors
+    from mindspeed_tpi.weights.update import update_weights
 
 __version__ = "0.1.0"
 __all__ = [
@@ -30,8 +32,10 @@ __all__ = [
     "contract_of",
     "disable",
     "enable",
+    "hf_tensors",
     "logprobs",
     "patch_status",
+    "update_weights",
 ]
 
 TRAINING_UPSTREAMS = ("megatron_core", "mindspeed")
@@ -40,7 +44,9 @@ _LAZY = {
     "Rollout": "mindspeed_tpi.parity.rollout",
     "check": "mindspeed_tpi.parity.check",
     "contract_of": "mindspeed_tpi.parity.check",
+    "hf_tensors": "mindspeed_tpi.weights.transfer",
     "logprobs": "mindspeed_tpi.parity.logprobs",
+    "update_weights": "mindspeed_tpi.weights.update",
 }
 """Public names whose modules are imported at first use, so that importing the package stays light."""
 

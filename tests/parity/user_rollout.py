@@ -1,7 +1,7 @@
 """A user's own rollout script: the first snippet of docs/api.md, then more of vLLM's LLM and the public API; nothing of
 `mindspeed_tpi.parity`.
 
-python tests/parity/user_rollout.py MODEL OUT      (a stock engine with MINDSPEED_TPI=0)
+python tests/parity/user_rollout.py MODEL OTHER OUT      (a stock engine with MINDSPEED_TPI=0)
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ def snippets() -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
 
 
-def main(model: str, out: Path) -> None:
+def main(model: str, other: str, out: Path) -> None:
     import vllm
 
+    import mindspeed_tpi
     from mindspeed_tpi import Rollout
+    from mindspeed_tpi.weights import Checkpoint
 
     settings = {"max_model_len": 160, "max_num_batched_tokens": 32, "max_num_seqs": 4, "skip_tokenizer_init": True,
                 "enforce_eager": True, "block_size": 32, "generation_config": "vllm", "seed": 5}  # fmt: skip
@@ -67,7 +69,11 @@ def main(model: str, out: Path) -> None:
     generate("cool", temperature=0.7)
     llm.llm_engine.set_weight_version("3")
     generate("later", temperature=0.0)
+    mindspeed_tpi.hf_tensors = iter  # the trainer's process is another one here
+    with Checkpoint(other) as trained:
+        exec(next(snippet for snippet in snippets() if "update_weights" in snippet), names | {"trained": trained})
+    generate("updated")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
