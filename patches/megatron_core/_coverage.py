@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
-from torch.nn.modules import module as nn_module
-from torch.utils._pytree import tree_leaves
 
 from mindspeed_tpi import envs, strict
+from mindspeed_tpi.coverage import Known, Watch, listed
 from mindspeed_tpi.patches.megatron_core.transformer.torch_norm import RMSNorm
-from mindspeed_tpi.patching import active, resolve
 
 _CORE = "megatron.core."
 _KEPT = {
@@ -63,69 +59,26 @@ _KEPT = {
 KEPT = tuple(f"{_CORE}{owner}.{name}" for owner, names in _KEPT.items() for name in names)
 """Upstream's code between a model's modules: it passes tensors on, or (routers, experts, the softmax) is never called."""
 
-_TORCH = (
-    torch.nn.Module.__call__,
-    torch.nn.Module.forward,  # not implemented: a container
-    torch.nn.Dropout.forward,
-)
 _FUNCTIONS = ("self_attn_bda", "cross_attn_bda", "mlp_bda")
-"""Attributes of a TransformerLayer that hold a function of its spec."""
-_GUARDED = "tpi_guarded"
+"""Attributes of a TransformerLayer that hold a function of its spec; an IdentityFuncOp is among its modules."""
 
 _WAY_OUT = "Build the model from get_gpt_layer_local_spec and take log-probabilities from mindspeed_tpi.logprobs or the model's own loss"
-
-
-class _Known:
-    """The functions that may run in a model: this package's, and upstream's that were read."""
-
-    def __init__(self) -> None:
-        registry = active["megatron_core"]
-        kept = registry.kept_functions()
-        ours = registry.replacements()
-        self._ids = ours.keys() | {id(f) for f in (RMSNorm.forward, *_TORCH, *map(resolve.function, kept.values()))}
-        self._methods: dict[type, set[str]] = {}
-        for target in (*kept, *ours.values()):
-            holder, _, name = target.rpartition(".")
-            if ":" in holder and isinstance(owner := resolve.reached(holder), type):
-                self._methods.setdefault(owner, set()).add(name)
-
-    def holds(self, value: Any) -> bool:
-        return id(resolve.function(value)) in self._ids
-
-    def problems(self, module: torch.nn.Module) -> Iterator[str]:
-        """What of one module, its children apart, is not served."""
-        kind, own = type(module), vars(module)
-        names = {"forward", "__call__"}.union(*(self._methods.get(base, ()) for base in kind.__mro__)) - {
-            "__init__",
-            "__new__",
-        }
-        for name in sorted(names):
-            found = own.get(name) if name != "__call__" else None
-            found = inspect.getattr_static(kind, name) if found is None else found
-            if not self.holds(found):
-                yield f"{name} is {resolve.described(found)}"
-        for name in _FUNCTIONS:
-            found = own.get(name)  # an IdentityFuncOp is among the modules
-            if found is not None and not self.holds(found):
-                yield f"{name} is {resolve.described(found)}"
-        if isinstance(module, torch.nn.Dropout) and module.p:
-            yield f"p={module.p}"
-        if module._compiled_call_impl is not None:
-            yield "compiled by Module.compile()"
 
 
 def uncovered(model: torch.nn.Module) -> list[str]:
     """`name (class: what)` of every module of a Megatron-core model that computes by itself and is not served.
 
     A module is served when what a call of it would run is a replacement of this package or upstream's own code that was read
-    (`KEPT`): its `forward`, own or inherited, and its other methods that a replacement or upstream calls. Hooks may look (`_guard`).
+    (`KEPT`): its `forward`, own or inherited, and its other methods that a replacement or upstream calls. Hooks may only look.
     """
-    known = _Known()
-    return [
-        f"{name or 'model'} ({type(module).__module__}.{type(module).__qualname__}: {', '.join(problems)})"
-        for name, module in model.named_modules()
-        if (problems := list(known.problems(module)))
-    ]
+    known = Known("megatron_core", (RMSNorm.forward, torch.nn.Dropout.forward))
+
+    def problems(module: torch.nn.Module) -> Iterator[str]:
+        yield from known.problems(module, _FUNCTIONS)
+        if isinstance(module, torch.nn.Dropout) and module.p:
+            yield f"p={module.p}"
+
+    return listed(model, problems)
 
 
 def check_covered(model: torch.nn.Module) -> None:
@@ -142,48 +95,18 @@ def check_covered(model: torch.nn.Module) -> None:
         )
 
 
-def _guard(hooks: dict[int, Any]) -> None:
-    """Let the hooks of a module, which may be probes or a value head's, look at what it takes and gives, and change nothing."""
-    for key, hook in list(hooks.items()):
-        if not hasattr(hook, _GUARDED):
-            hooks[key] = _looking_only(hook)
-
-
-def _looking_only(hook: Callable[..., Any]) -> Callable[..., Any]:
-    def look(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not x.is_inference()]
-        before = [x._version for x in tensors]
-        result = hook(module, *args, **kwargs)
-        if result is not None or [x._version for x in tensors] != before:
-            strict.outside(
-                f"the hook {resolve.described(hook)} changes what a {type(module).__qualname__} takes or gives (a hook may read: "
-                "let it return None and edit nothing in place)"
-            )
-        return result
-
-    setattr(look, _GUARDED, True)
-    return look
-
-
 class _Passes:
     """One model's forward passes: its modules as they were last checked, and which pass is next."""
 
     def __init__(self) -> None:
-        self._seen: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
+        self._watch = Watch(*_FUNCTIONS)
         self._counts = [0, 0]
         """Without and with gradients."""
         self._open: strict.Checked | None = None
 
     def look(self, model: torch.nn.Module) -> None:
         """Check the model again if anything about its modules has changed since the last time."""
-        if not self._seen or any(_state(own) != before for own, before in self._seen):
-            check_covered(model)
-            for hooks in (nn_module._global_forward_pre_hooks, nn_module._global_forward_hooks):
-                _guard(hooks)
-            for module in model.modules():
-                _guard(module._forward_pre_hooks)
-                _guard(module._forward_hooks)
-            self._seen = [(vars(module), _state(vars(module))) for module in model.modules()]
+        self._watch.look(model, lambda: check_covered(model))
 
     def run(self, model: torch.nn.Module, call: Callable[[], Any], logits: bool) -> Any:
         if self._open is not None:
@@ -197,19 +120,6 @@ class _Passes:
         names = {id(module): name or "model" for name, module in model.named_modules()}
         self._open = strict.Checked("megatron_core", names, _WAY_OUT)
         return self._open.run(call, logits)
-
-
-def _state(own: dict[str, Any]) -> tuple[Any, ...]:
-    """What of a module's attributes decides which code runs."""
-    return (
-        own.get("forward"),
-        own.get("mlp_bda"),
-        own.get("self_attn_bda"),
-        len(own),
-        len(own["_forward_hooks"]),
-        len(own["_forward_pre_hooks"]),
-        *map(id, own["_modules"].values()),
-    )
 
 
 _passes: WeakKeyDictionary[torch.nn.Module, _Passes] = WeakKeyDictionary()

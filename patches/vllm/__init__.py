@@ -6,6 +6,7 @@ are patched, so that they are declared, checked and undone like every other patc
 
 from __future__ import annotations
 
+from mindspeed_tpi.patches.vllm._coverage import KEPT
 from mindspeed_tpi.patches.vllm.config import parallel
 from mindspeed_tpi.patches.vllm.model_executor import custom_op
 from mindspeed_tpi.patches.vllm.model_executor.layers import linear, vocab_parallel_embedding
@@ -19,6 +20,8 @@ from mindspeed_tpi.patches.vllm.v1.engine import input_processor, output_process
 from mindspeed_tpi.patches.vllm.v1.sample import sampler
 from mindspeed_tpi.patches.vllm.v1.sample.ops import logprobs, topk_topp_sampler
 from mindspeed_tpi.patching import Patch
+
+__all__ = ["KEPT", "PATCHES"]
 
 PATCHES: tuple[Patch, ...] = (
     *custom_op.PATCHES,
@@ -37,5 +40,3 @@ PATCHES: tuple[Patch, ...] = (
     *parallel.PATCHES,
     *cpu.PATCHES,
 )
-
-KEPT: tuple[str, ...] = ()

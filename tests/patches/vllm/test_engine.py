@@ -114,11 +114,12 @@ def test_spawned_with_preemptions(first, request_):
     assert torch.equal(start[first["rollout"].generated].view(torch.int32), generated(first["rollout"]))
 
 
-def own_engine(request_):
+def own_engine(request_, **options):
     """A user's own `LLM(...)`, not built by our driver."""
     import vllm
 
-    return vllm.LLM(model=request_.model, max_model_len=64, skip_tokenizer_init=True, enforce_eager=True, block_size=32)
+    options = {"enforce_eager": True, "skip_tokenizer_init": True, "max_model_len": 64, "block_size": 32} | options
+    return vllm.LLM(model=request_.model, **options)
 
 
 @pytest.fixture
@@ -131,15 +132,17 @@ def own(request_, monkeypatch):
         monkeypatch.setenv(name, value)
     register()
 
-    def run(generate=False):
+    def run(generate=False, change=None, **options):
         from vllm import SamplingParams
 
-        llm = own_engine(request_)
+        llm = own_engine(request_, **options)
         try:
-            if generate:
-                llm.generate(
-                    [{"prompt_token_ids": [3, 4]}], SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False
-                )
+            for after in (None, change) if change else (None,):
+                if after:
+                    llm.collective_rpc(after)
+                if generate:
+                    prompt = [{"prompt_token_ids": [3, 4]}]
+                    llm.generate(prompt, SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
         finally:
             llm.llm_engine.engine_core.shutdown()
 
@@ -171,14 +174,71 @@ def test_a_patch_that_somebody_overwrote_is_refused(own, monkeypatch):
         own()
 
 
-def test_the_first_step_is_checked(own, monkeypatch):
-    """An operator that no look at modules can see, in the engine's first step."""
+@pytest.mark.parametrize("compiling", [True, False])
+def test_the_first_step_of_a_compiled_engine_is_checked(own, monkeypatch, compiling):
+    """The graph that vLLM runs is out of a dispatch mode's sight: the Python code of it is not, and both have the same bits."""
     from mindspeed_tpi.patches.vllm.model_executor.layers import activation
 
     swiglu = activation.ops.swiglu
-    monkeypatch.setattr(activation.ops, "swiglu", lambda x: swiglu(x) + 0 * x.sum())
-    with pytest.raises(ParityError, match=r"model\.layers\.0\.mlp\.act_fn ran aten\.sum.*called at .*test_engine\.py"):
-        own(generate=True)
+
+    def theirs(x):
+        in_the_graph = torch.compiler.is_compiling()
+        return swiglu(x) + x.sum() if in_the_graph is compiling else swiglu(x)
+
+    monkeypatch.setattr(activation.ops, "swiglu", theirs)
+    named = (
+        r"the compiled graph of model \(LlamaModel\) gives other bits than its Python code"
+        if compiling
+        else r"model\.layers\.0\.mlp\.act_fn ran aten\.sum.*called at .*test_engine\.py"
+    )
+    with pytest.raises(ParityError, match=named):
+        own(generate=True, enforce_eager=False)
+
+
+class TheirNorm(torch.nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.weight, self.eps = norm.weight, norm.variance_epsilon
+
+    def forward(self, x, residual=None):
+        x = x if residual is None else x + residual
+        y = torch.nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+        return y if residual is None else (y, x)
+
+
+def their_down(self, x):
+    return x @ self.weight.T, None
+
+
+def test_changes_of_a_running_model_are_named(own, monkeypatch):
+    """By the code that runs, whatever its name; the last one by the step that follows a first one without it."""
+
+    def change(worker):
+        runner = worker.model_runner
+        first, second = runner.model.model.layers
+        down, impl = first.mlp.down_proj, first.self_attn.attn.impl
+        kind = type(down)
+        alike = type(kind.__name__, (kind,), {"__module__": kind.__module__, "forward": their_down})
+        changes = [
+            (second, "input_layernorm", TheirNorm(second.input_layernorm),
+             r"model\.layers\.1\.input_layernorm \(.*TheirNorm: forward is .*TheirNorm\.forward"),
+            (down, "__class__", alike, r"layers\.0\.mlp\.down_proj \(.*RowParallelLinear: forward is .*their_down"),
+            (first.self_attn.o_proj.quant_method, "apply", print, r"self_attn\.o_proj \(.*quant_method is Unquantized"),
+            (impl, "forward", print, r"layers\.0\.self_attn\.attn \(.*Attention: impl is"),
+            (runner.model.model.norm, "_forward_method", print, r"model\.norm \(.*ContractRMSNorm: _forward_method is"),
+            (runner.model.logits_processor, "scale", 0.5, r"logits_processor \(.*scale=0\.5"),
+            (runner.sampler, "sample", print, r"sampler model \(vllm\.v1\.sample\.sampler\.Sampler: sample is"),
+        ]  # fmt: skip
+        for owner, name, theirs, named in changes:
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, name, theirs)
+                with pytest.raises(ParityError, match=named):
+                    worker._tpi_check_covered()
+        worker._tpi_check_covered()
+        second.mlp.forward = their_down.__get__(down)
+
+    with pytest.raises(ParityError, match=r"model\.layers\.1\.mlp \(vllm.*LlamaMLP: forward is .*their_down"):
+        own(generate=True, change=change)
 
 
 @pytest.mark.parametrize("field", ["fingerprint", "backend", "mode"])
@@ -195,13 +255,13 @@ def test_uncovered_module(own, monkeypatch, caplog):
     from vllm.model_executor import custom_op
 
     monkeypatch.delitem(custom_op.op_registry_oot, "SiluAndMul")
-    with pytest.raises(ParityError, match=r"worker rank 0 .*model\.layers\.0\.mlp\.act_fn \(SiluAndMul\)"):
+    with pytest.raises(ParityError, match=r"worker rank 0 .*model\.layers\.0\.mlp\.act_fn \(vllm.*\.SiluAndMul: "):
         own()
     monkeypatch.setenv("MINDSPEED_TPI", "1")
     with caplog.at_level(logging.WARNING, "mindspeed_tpi"):
         own()
     (warning,) = [r for r in caplog.records if "outside the numerics contract" in r.getMessage()]
-    assert "model.layers.1.mlp.act_fn (SiluAndMul)" in warning.getMessage()
+    assert "model.layers.1.mlp.act_fn (vllm.model_executor.layers.activation.SiluAndMul: " in warning.getMessage()
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import select
 import threading
@@ -15,14 +14,20 @@ import torch
 from safetensors import safe_open
 
 from mindspeed_tpi import contract, envs, ops, strict, versions
+from mindspeed_tpi.coverage import Watch
 from mindspeed_tpi.errors import ParityError
 from mindspeed_tpi.parallel.layout import Layout
-from mindspeed_tpi.patches.vllm._coverage import WAY_OUT, calling_operators, changed_logits, uncovered
+from mindspeed_tpi.patches.vllm._coverage import (
+    ATTRIBUTES,
+    WAY_OUT,
+    calling_operators,
+    changed_logits,
+    run_eagerly_too,
+    uncovered,
+)
 from mindspeed_tpi.patches.vllm._status import in_force
 from mindspeed_tpi.patches.vllm.model_executor.layers.rotary_embedding import built_rope
 from mindspeed_tpi.patches.vllm.platforms.cpu import KEY
-
-logger = logging.getLogger("mindspeed_tpi")
 
 DRIVER = "_MINDSPEED_TPI_DRIVER"
 """In the environment of the engines that `parity.engine` starts: its process, with which their workers end."""
@@ -175,11 +180,16 @@ def contract_worker_class() -> type[Any]:
             super().load_model(load_dummy_weights=load_dummy_weights)
             self._tpi_verify()
             self._tpi_steps = 0
+            self._tpi_watches = [Watch(*ATTRIBUTES), Watch(*ATTRIBUTES)]
 
         def execute_model(self, scheduler_output: Any) -> Any:
             """A step: from the embedding to the logits. The first in strict mode, and every `MINDSPEED_TPI_CHECK_EVERY`-th, runs
-            under `strict.Checked`; a compiled model is one operator there, and what its graph holds is not seen."""
+            under `strict.Checked`: there a compiled model runs eagerly too, since its graph is out of that mode's sight."""
             strict.check_patches()
+            for watch, root in zip(
+                self._tpi_watches, (self.model_runner.get_model(), self.model_runner.sampler), strict=True
+            ):
+                watch.look(root, self._tpi_check_covered)
             step = partial(super().execute_model, scheduler_output)
             if not (envs.strict() and scheduler_output.total_num_scheduled_tokens):
                 return step()
@@ -187,8 +197,10 @@ def contract_worker_class() -> type[Any]:
             self._tpi_steps += 1
             if not due:
                 return step()
-            names = {id(module): name for name, module in self.model_runner.get_model().named_modules()}
-            return strict.Checked("vllm", names, WAY_OUT, calling_operators()).run(step)
+            model = self.model_runner.get_model()
+            names = {id(module): name for name, module in model.named_modules()}
+            with run_eagerly_too(model):
+                return strict.Checked("vllm", names, WAY_OUT, calling_operators()).run(step)
 
         @property
         def _tpi_name(self) -> str:
@@ -199,7 +211,7 @@ def contract_worker_class() -> type[Any]:
             model, parallel = self.model_runner.get_model(), self.parallel_config
             rope = built_rope(model)
             built = contract.current().overridden({"rope_table": ops.table_hash(rope)})
-            outside = uncovered(model)
+            outside = uncovered(self.model_runner)
             ranks = parallel.tensor_parallel_size * parallel.data_parallel_size
             return {
                 "rank": self.rank,
@@ -237,13 +249,14 @@ def contract_worker_class() -> type[Any]:
                     f"{self._tpi_name}: field {'; field '.join(differing)}. "
                     "Start all processes of the engine with the same MINDSPEED_TPI* environment and package version."
                 )
-            if report["uncovered"]:
-                message = f"{self._tpi_name}: outside the numerics contract: {', '.join(report['uncovered'])}"
-                if envs.strict():
-                    raise ParityError(
-                        f"{message}. Use a covered model, or MINDSPEED_TPI=1 to run these as vLLM wrote them."
-                    )
-                logger.warning("%s; they run as vLLM wrote them", message)
+            self._tpi_check_covered()
+
+        def _tpi_check_covered(self) -> None:
+            strays = uncovered(self.model_runner)
+            if strays:
+                strict.outside(
+                    f"{self._tpi_name}: {', '.join(strays)}. {WAY_OUT}; MINDSPEED_TPI=1 runs these as vLLM wrote them"
+                )
 
     return ContractWorker
 
