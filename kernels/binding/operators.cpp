@@ -119,7 +119,7 @@ int run(linear_dw_call& c) {
     std::swap(c.N, c.K);
   }
   return tpi_linear_dw(c.dtype_S, dy.data, dy.stride, x.data, x.stride, reinterpret_cast<float*>(c.grad.data()), c.K, c.N, c.K,
-                       chain.rows(), chain.first.data(), chain.length.data(), chain.stride, c.spans);
+                       chain.rows(), chain.first.data(), chain.length.data(), chain.stride, c.spans, c.carry);
 }
 
 int run(linear_db_call& c) {

@@ -1,6 +1,8 @@
-// Gradient of attention: docs/op-schemas.md, "Attention". A task is one query head of one line. It walks the KV blocks in
-// ascending order and, for each, the query blocks that see it, so that one pass gives dQ (a running sum over KV blocks) and
-// this head's dK and dV (tiles that stay in the thread's scratch); a second loop then sums the query heads of a KV head.
+// Gradient of attention: docs/op-schemas.md, "Attention". The lines of `seqs` that share their keys are a group, whose dK and
+// dV are a tree over its lines. The groups are worked through line by line. A task is one query head of one line: it walks
+// the KV blocks in ascending order and, for each, the query blocks that see it, so that one pass gives dQ (a running sum
+// over KV blocks) and this head's dK and dV (tiles that stay in the thread's scratch). A second loop then sums the query
+// heads of a KV head and takes the sum into the group's tree, a binary counter.
 #include "attention_tile.h"
 #include "lane_tree.h"
 
@@ -77,77 +79,122 @@ struct Backward {
   i64 n_seqs, stride, Hq, Hk, D;
   float scale;
   i64 window, segment_blocks;
-  // Set by run: the longest line, and the depth of the tree over query segments.
-  i64 max_queries = 0, kv_segments = 1, levels = 0;
+  // Set by run: sizes of the longest line and group.
+  i64 max_queries = 0, kv_segments = 1;
+
+  // Lines [first, first + lines) of `seqs`; `before`: keys of all earlier groups.
+  struct Group {
+    i64 first, lines, keys, before;
+  };
 
   int run() {
-    i64 keys = 0, work = 0, segments = 1;
+    Group* groups = static_cast<Group*>(std::malloc(size_t(n_seqs + 1) * sizeof(Group)));
+    if (!groups) return TPI_NO_MEMORY;
+    const int status = run(groups, find_groups(groups));
+    std::free(groups);
+    return status;
+  }
+
+  i64 find_groups(Group* groups) const {
+    i64 n = 0;
     for (i64 i = 0; i < n_seqs; ++i) {
       const Line t = line(i);
-      keys += t.keys;
+      if (n > 0 && t.keys > 0 && groups[n - 1].keys > 0 && t.first_key == line(i - 1).first_key) {
+        Group& g = groups[n - 1];
+        ++g.lines;
+        g.keys = most(g.keys, t.keys);
+      } else {
+        const i64 before = n > 0 ? groups[n - 1].before + groups[n - 1].keys : 0;
+        groups[n++] = {i, 1, t.keys, before};
+      }
+    }
+    return n;
+  }
+
+  int run(const Group* groups, i64 n_groups) {
+    i64 work = 0, longest = 1, levels = 0;
+    for (i64 i = 0; i < n_seqs; ++i) {
+      const Line t = line(i);
       work += (t.queries + 1) * (t.keys + 1) * Hq * D;
       max_queries = most(max_queries, t.queries);
-      segments = most(segments, segment_count(t.end()));
       kv_segments = most(kv_segments, segment_count(t.keys));
     }
-    while ((i64(1) << levels) < segments) ++levels;
+    for (i64 i = 0; i < n_groups; ++i) {
+      if (!is_power_of_two(groups[i].lines)) return TPI_BAD_SHAPE;
+      longest = most(longest, groups[i].lines);
+    }
+    while ((i64(1) << levels) < longest) ++levels;
+    const i64 keys = n_groups > 0 ? groups[n_groups - 1].before + groups[n_groups - 1].keys : 0;
     const bool tiny = work < kTinyWork;
     const i64 group = Hq / Hk, threads = omp_get_max_threads();
-    // As few KV heads at a time as keep the threads busy: each query head holds its dK and dV in f32 until they are summed.
-    const i64 heads = least(Hk, most(1, 4 * threads / (group * most(1, n_seqs))));
-    const i64 rows = heads * group * keys;
-    float* sums = static_cast<float*>(std::malloc(size_t(2 * rows * D + 1) * sizeof(float)));
-    if (!sums) return TPI_NO_MEMORY;
-    int status = TPI_OK;
+    // As few KV heads at a time as keep the threads busy: each query head holds its dK and dV in f32 until they are summed,
+    // and each KV head the stored levels of its tree.
+    const i64 heads = least(Hk, most(1, 4 * threads / (group * most(1, n_groups))));
+    const i64 rows = heads * group * keys, tree_rows = heads * levels * keys;
+    float* sums = static_cast<float*>(std::malloc(size_t(2 * (rows + tree_rows) * D + 1) * sizeof(float)));
+    i64* rows_of = static_cast<i64*>(std::malloc(size_t(2 * heads * n_groups * levels + 1) * sizeof(i64)));
+    int status = sums && rows_of ? TPI_OK : TPI_NO_MEMORY;
+    float* nodes = sums + 2 * rows * D;
     for (i64 head = 0; head < Hk && status == TPI_OK; head += heads) {
       const i64 count = least(heads, Hk - head);
-      // dK and dV of the keys of a line, for one of the query heads: [keys][D] each.
-      const auto dk_of = [&](i64 index, i64 query_head) {
-        return sums + (query_head * keys + keys_before(index)) * D;
-      };
-      const auto dv_of = [&](i64 index, i64 query_head) { return dk_of(index, query_head) + rows * D; };
-      status = for_tasks(n_seqs * count * group, task_floats(), tiny, [&](i64 task, float* scratch) {
-        const i64 index = task % n_seqs, query_head = task / n_seqs;
-        head_pass(line(index), head * group + query_head, scratch, dk_of(index, query_head), dv_of(index, query_head));
-      });
-      if (status != TPI_OK) break;
-      status = for_tasks(n_seqs * count, 0, tiny, [&](i64 task, float*) {
-        const i64 index = task % n_seqs, kv_head = task / n_seqs;
-        float *dk_sum = dk_of(index, kv_head * group), *dv_sum = dv_of(index, kv_head * group);
-        const Line t = line(index);
-        if (partial) {
-          sum_heads(t, head + kv_head, dk_sum, keys * D, 1.0f, static_cast<float*>(dk));
-          sum_heads(t, head + kv_head, dv_sum, keys * D, 1.0f, static_cast<float*>(dv));
-        } else {
-          sum_heads(t, head + kv_head, dk_sum, keys * D, scale, static_cast<T*>(dk));
-          sum_heads(t, head + kv_head, dv_sum, keys * D, 1.0f, static_cast<T*>(dv));
-        }
-      });
+      for (i64 step = 0; step < longest && status == TPI_OK; ++step) {
+        // dK of the keys of a group for one of the query heads, [keys][D]; dV: rows * D further on.
+        const auto dk_of = [&](const Group& g, i64 query_head) { return sums + (query_head * keys + g.before) * D; };
+        status = for_tasks(n_groups * count * group, task_floats(), tiny, [&](i64 task, float* scratch) {
+          const Group& g = groups[task % n_groups];
+          const i64 query_head = task / n_groups;
+          if (step >= g.lines) return;
+          float* to = dk_of(g, query_head);
+          head_pass(line(g.first + step), head * group + query_head, scratch, to, to + rows * D);
+        });
+        if (status != TPI_OK) break;
+        status = for_tasks(n_groups * count * 2, 0, tiny, [&](i64 task, float*) {
+          const i64 index = task % n_groups, kv_head = task / n_groups / 2, is_dv = task / n_groups % 2;
+          const Group& g = groups[index];
+          if (step >= g.lines) return;
+          float* sum = dk_of(g, kv_head * group) + is_dv * rows * D;
+          i64 seen = seen_keys(line(g.first + step));  // later rows are +0
+          sum_heads(seen, sum, keys * D);
+          const auto node = [&](i64 level) {
+            return nodes + (((kv_head * levels + level) * 2 + is_dv) * keys + g.before) * D;
+          };
+          i64* node_rows = rows_of + ((kv_head * 2 + is_dv) * n_groups + index) * levels;
+          i64 level = 0;
+          for (; step >> level & 1; ++level) seen = merge(sum, seen, node(level), node_rows[level]);
+          if (step + 1 == g.lines) {
+            void* to = is_dv ? dv : dk;
+            const float factor = is_dv || partial ? 1.0f : scale;
+            if (partial)
+              finish(line(g.first), g.keys, head + kv_head, sum, seen, factor, static_cast<float*>(to));
+            else
+              finish(line(g.first), g.keys, head + kv_head, sum, seen, factor, static_cast<T*>(to));
+          } else {
+            std::memcpy(node(level), sum, size_t(seen * D) * sizeof(float));
+            node_rows[level] = seen;
+          }
+        });
+      }
     }
+    std::free(rows_of);
     std::free(sums);
     return status;
   }
 
   static constexpr i64 kTinyWork = 1 << 16;
-  static constexpr int kMaxLevels = 64;
   static constexpr i64 kTile = kBlock * kRowStride;
 
   Line line(i64 i) const {
     const i32* s = seqs + 5 * i;
     return {s[0], most(s[1], 0), s[2], s[3], most(s[4], 0)};
   }
-  i64 keys_before(i64 index) const {
-    i64 n = 0;
-    for (i64 i = 0; i < index; ++i) n += line(i).keys;
-    return n;
-  }
+  static i64 seen_keys(const Line& t) { return t.queries > 0 ? least(t.keys, t.end()) : 0; }
   i64 segment_keys() const { return kBlock * segment_blocks; }
   i64 segment_count(i64 positions) const { return (most(0, positions) + segment_keys() - 1) / segment_keys(); }
   i64 dq_ld() const { return round_up(D, W); }
 
   // Scratch of a task, in this order.
   struct Scratch {
-    float *k_columns, *v_columns, *k_rows, *q_rows, *dout_rows, *p, *ds, *nodes, *m, *l, *delta, *dq, *dq_segment;
+    float *k_columns, *v_columns, *k_rows, *q_rows, *dout_rows, *p, *ds, *sum, *m, *l, *delta, *dq, *dq_segment;
     i64 floats;
   };
   Scratch carve(float* memory) const {
@@ -165,7 +212,7 @@ struct Backward {
     s.dout_rows = take(kTile);
     s.p = take(kBlock * kBlock);
     s.ds = take(kBlock * kBlock);
-    s.nodes = take((levels + 2) * 2 * kTile);
+    s.sum = take(2 * kTile);
     s.m = take(max_queries);
     s.l = take(max_queries);
     s.delta = take(max_queries);
@@ -175,10 +222,10 @@ struct Backward {
   }
   i64 task_floats() const { return carve(nullptr).floats; }
 
-  // dQ of one query head of one line, and its unscaled dK and dV, [keys][D].
+  // dQ of one query head of one line, and its unscaled dK and dV, [seen_keys][D].
   void head_pass(const Line& t, i64 head, float* scratch, float* dk_out, float* dv_out) const {
     const Scratch s = carve(scratch);
-    const i64 kv_head = head / (Hq / Hk), dq_size = t.queries * dq_ld();
+    const i64 kv_head = head / (Hq / Hk), dq_size = t.queries * dq_ld(), n_keys = seen_keys(t);
     for (i64 i = 0; i < t.queries; ++i) {
       const i64 token = t.first_query + i * stride;
       const T *o = out.at(token, head), *d = dout.at(token, head);
@@ -187,23 +234,23 @@ struct Backward {
       s.delta[i] = lane_tree(D, [&](i64 j, int n) { return mul(load_part(d + j, n), load_part(o + j, n)); });
     }
     std::memset(s.dq, 0, size_t(dq_size) * sizeof(float));
-    for (i64 base = 0; base < t.keys; base += kBlock) {
+    for (i64 base = 0; base < n_keys; base += kBlock) {
       const i64 segment = base / segment_keys();
       if (segment > 0 && base % segment_keys() == 0) std::memset(s.dq_segment, 0, size_t(dq_size) * sizeof(float));
       float* dq_rows = segment == 0 ? s.dq : s.dq_segment;
-      const Span keys = clip(0, t.keys, base);
-      const float* node = kv_block(t, head, kv_head, base, keys, s, dq_rows);
+      const Span keys = clip(0, n_keys, base);
+      const float* sum = kv_block(t, head, kv_head, base, keys, s, dq_rows);
       for (i64 j = 0; j < keys.hi; ++j) {
         float *to_k = dk_out + (base + j) * D, *to_v = dv_out + (base + j) * D;
-        if (node) {
-          std::memcpy(to_k, node + j * kRowStride, size_t(D) * sizeof(float));
-          std::memcpy(to_v, node + kTile + j * kRowStride, size_t(D) * sizeof(float));
+        if (sum) {
+          std::memcpy(to_k, sum + j * kRowStride, size_t(D) * sizeof(float));
+          std::memcpy(to_v, sum + kTile + j * kRowStride, size_t(D) * sizeof(float));
         } else {
           std::memset(to_k, 0, size_t(D) * sizeof(float));
           std::memset(to_v, 0, size_t(D) * sizeof(float));
         }
       }
-      if (segment > 0 && ((base + kBlock) % segment_keys() == 0 || base + kBlock >= t.keys))
+      if (segment > 0 && ((base + kBlock) % segment_keys() == 0 || base + kBlock >= n_keys))
         add_to(s.dq, s.dq_segment, dq_size);
     }
     for (i64 i = 0; i < t.queries; ++i) {
@@ -213,45 +260,20 @@ struct Backward {
     }
   }
 
-  // The root over query segments of (dK, dV) of one KV block, or null if no query sees it. Adds to dq_rows.
+  // (dK, dV) of one KV block: one sum a query block, added ascending; null if no query sees it. Adds to dq_rows.
   const float* kv_block(const Line& t, i64 head, i64 kv_head, i64 base, Span keys, const Scratch& s,
                         float* dq_rows) const {
     const i64 first = most(t.position, base) / kBlock;
     const i64 last_key = base + keys.hi - 1;
     const i64 end = (least(t.end(), end_query(last_key, window)) + kBlock - 1) / kBlock;
-    if (first >= end || t.queries == 0) return nullptr;
+    if (first >= end) return nullptr;
     const auto key = [&](const Rows<const T>& x, i64 j) { return x.at(t.first_key + (base + j) * stride, kv_head); };
     load_transposed(keys, D, [&](int j) { return key(k, j); }, s.k_columns);
     load_transposed(keys, D, [&](int j) { return key(v, j); }, s.v_columns);
     for (int j = 0; j < keys.hi; ++j) load_row(key(k, j), D, s.k_rows + j * kRowStride);
-    // A binary counter: node[i] is the root of a finished subtree of 2^i segments. An absent segment is +0, and adding
-    // that to a sum changes no bits but a zero's sign, which the final + 0 fixes.
-    float* node[kMaxLevels];
-    bool present[kMaxLevels] = {};
-    for (i64 i = 0; i < levels + 2; ++i) node[i] = s.nodes + i * 2 * kTile;
-    float*& leaf = node[levels + 1];
-    for (i64 segment = first / segment_blocks; segment < i64(1) << levels; ++segment) {
-      const i64 from = most(first, segment * segment_blocks), to = least(end, (segment + 1) * segment_blocks);
-      bool have = from < to;
-      if (have) {
-        std::memset(leaf, 0, size_t(2 * kTile) * sizeof(float));
-        for (i64 block = from; block < to; ++block) block_pair(t, head, base, keys, block * kBlock, s, dq_rows, leaf);
-      }
-      int level = 0;
-      for (; segment >> level & 1; ++level) {
-        if (!present[level]) continue;
-        if (have) {
-          add_to(leaf, node[level], 2 * kTile);
-        } else {
-          swap(leaf, node[level]);
-        }
-        have = true;
-        present[level] = false;
-      }
-      if (have) swap(leaf, node[level]);
-      present[level] = have;
-    }
-    return node[levels];
+    std::memset(s.sum, 0, size_t(2 * kTile) * sizeof(float));
+    for (i64 block = first; block < end; ++block) block_pair(t, head, base, keys, block * kBlock, s, dq_rows, s.sum);
+    return s.sum;
   }
 
   // 128 query positions with 128 key positions.
@@ -290,32 +312,42 @@ struct Backward {
     });
   }
 
-  // The tree over the query heads of a KV head, in place, and one output. `sum`: the first head's rows.
-  template <class Out>
-  void sum_heads(const Line& t, i64 kv_head, float* sum, i64 head_stride, float factor, Out* to) const {
+  // The tree over the query heads of a KV head, into the first head's rows.
+  void sum_heads(i64 n_rows, float* sum, i64 head_stride) const {
     const i64 group = Hq / Hk, leaves = group & -group, leaf = group / leaves;
-    for (i64 j = 0; j < t.keys; ++j, sum += D) {
-      const auto add_row = [&](i64 a, i64 b) {
-        float *x = sum + a * head_stride, *y = sum + b * head_stride;
-        for_columns(0, D, [&](i64 c, int n) { store_n(x + c, add(load_n(x + c, n), load_n(y + c, n)), n); });
-      };
+    for (i64 j = 0; j < n_rows; ++j, sum += D) {
+      const auto add_row = [&](i64 a, i64 b) { add_row_to(sum + a * head_stride, sum + b * head_stride); };
       for (i64 x = 0; x < leaves; ++x)
         for (i64 y = 1; y < leaf; ++y) add_row(x * leaf, x * leaf + y);
       for (i64 step = 1; step < leaves; step *= 2)
         for (i64 x = 0; x < leaves; x += 2 * step) add_row(x * leaf, (x + step) * leaf);
-      Out* row = to + (t.first_key + j * stride) * dk_ts + kv_head * dk_hs;
-      for_columns(0, D, [&](i64 c, int n) {
-        store_part(row + c, add(mul(load_n(sum + c, n), set1(factor)), zero()), n);
-      });
     }
   }
 
-  static void swap(float*& a, float*& b) {
-    float* t = a;
-    a = b;
-    b = t;
+  void add_row_to(float* x, const float* y) const {
+    for_columns(0, D, [&](i64 c, int n) { store_n(x + c, add(load_n(x + c, n), load_n(y + c, n)), n); });
   }
 
+  // Adds `from_rows` rows to `rows` rows; an absent row is +0, and adding that changes no bits but a zero's sign, which the
+  // final + 0 fixes.
+  i64 merge(float* sum, i64 rows, const float* from, i64 from_rows) const {
+    const i64 both = least(rows, from_rows);
+    for (i64 j = 0; j < both; ++j) add_row_to(sum + j * D, from + j * D);
+    if (from_rows > both) std::memcpy(sum + both * D, from + both * D, size_t((from_rows - both) * D) * sizeof(float));
+    return most(rows, from_rows);
+  }
+
+  // One output of a group whose keys are those of `t`: `seen` rows of a sum, then +0.
+  template <class Out>
+  void finish(const Line& t, i64 keys, i64 kv_head, const float* sum, i64 seen, float factor, Out* to) const {
+    for (i64 j = 0; j < keys; ++j, sum += D) {
+      Out* row = to + (t.first_key + j * stride) * dk_ts + kv_head * dk_hs;
+      for_columns(0, D, [&](i64 c, int n) {
+        vf x = j < seen ? load_n(sum + c, n) : zero();
+        store_part(row + c, add(mul(x, set1(factor)), zero()), n);
+      });
+    }
+  }
 };
 
 }  // namespace

@@ -62,6 +62,7 @@ inline float* scratch(i64 floats) {
 // The leaves of a reduction over n elements and how the engine walks it. The tree is a binary counter: after leaf g the
 // running sum takes in one stored partial per trailing one bit of g, and is stored one level above the last of them.
 struct Reduction {
+  bool carry = false;  // the (one) chain continues from values the caller gives
   i64 n, leaf, block;
   i64 half;     // n / 2 when paired: [gate; up], a leaf is one of gate's and then one of up's; else 0
   int levels;   // stored levels: bits of the last leaf that has elements
@@ -85,6 +86,7 @@ struct Reduction {
     Reduction pairs(div_up(n, 2), div_up(leaf, 2), i64(1) << levels, false);
     pairs.half = half / 2;
     pairs.padded = padded;
+    pairs.carry = carry;
     return pairs;
   }
   // Block boundaries: whole groups of leaves, or pieces that never straddle two leaves.
@@ -207,7 +209,7 @@ void tile(const Reduction& red, i64 k0, i64 k1, const float* a, i64 a_stride, co
   auto level = [&](int l) { return l < red.inner ? near + l * (R * P * W) : outer + (l - red.inner) * stride; };
   vf acc[R][P];
   i64 g = k0 / red.leaf;
-  if (k0 % red.leaf)
+  if (k0 % red.leaf || red.carry)
     tile_load(total, acc);
   else
     tile_clear(acc);
@@ -454,14 +456,16 @@ struct Pairs {
 #endif
 
 // C for rows [r0, r1) and lanes [l0, l1) on the calling thread. finish(r, rows, l, lanes, c, ld) takes the results of a
-// panel, c[rows][ld]. False when memory is short.
+// panel, c[rows][ld]; begin(the same), where a chain is carried on, gives its values so far. False when memory is short.
 //
 // Loops, outermost first: lanes, rows in flight, a chunk of the reduction (B packed for all lanes), kPackRows rows of A
 // (packed in blocks, for the L2 cache), a panel of B, a block (panel and tile in the L1 cache), tiles. So that the stored
 // levels of a panel's tiles are used again while they are near; with one chunk they are all there is.
-template <class F, class Finish>
+inline void nothing_before(i64, i64, i64, i64, float*, i64) {}
+template <class F, class Finish, class Begin = decltype(&nothing_before)>
 bool reduce_block(const F& format, const Reduction& red, const Operand<typename F::Source>& A, i64 r0, i64 r1,
-                  const Operand<typename F::Source>& B, i64 l0, i64 l1, const Finish& finish) {
+                  const Operand<typename F::Source>& B, i64 l0, i64 l1, const Finish& finish,
+                  const Begin& begin = &nothing_before) {
   using Step = typename F::Step;
   const i64 lanes_max = max_of(round_up(min_of(l1 - l0, kBlockLanes), W), F::kNarrowest * W);
   const i64 chunk = lanes_max * red.n <= kResident ? max_of(red.n, 1) : kChunkBlocks * red.block;
@@ -478,7 +482,7 @@ bool reduce_block(const F& format, const Reduction& red, const Operand<typename 
   if (!b_pack) return false;
   float* a_pack = b_pack + round_up(b_size, 16);
   float* sums = a_pack + a_size;
-  const float* totals = sums + (red.levels - red.inner) * level_size;
+  float* totals = sums + (red.levels - red.inner) * level_size;
 
   for (i64 lb = l0; lb < l1; lb += kBlockLanes) {
     const i64 lanes = min_of(l1 - lb, kBlockLanes), vectors = div_up(lanes, W);
@@ -495,6 +499,13 @@ bool reduce_block(const F& format, const Reduction& red, const Operand<typename 
     };
     for (i64 rb = r0; rb < r1; rb += rows_max) {
       const i64 rows = min_of(r1 - rb, rows_max);
+      const auto for_panels = [&](const auto& f) {
+        for (i64 v = 0; v < vectors; v += panel_vectors(v)) {
+          const i64 width = panel_vectors(v) * W;
+          f(rb, rows, lb + v * W, min_of(lanes - v * W, width), totals + v * W * rows, width);
+        }
+      };
+      if (red.carry && !one_chunk) for_panels(begin);
       i64 c0 = 0;
       do {
         const i64 c1 = min_of(red.n, red.chunk_end(c0, chunk));
@@ -511,6 +522,7 @@ bool reduce_block(const F& format, const Reduction& red, const Operand<typename 
           for (i64 v = 0; v < vectors; v += panel_vectors(v)) {
             const int P = int(panel_vectors(v)), width = P * W;
             const i64 groups = div_up(part, kTileRows[P]);
+            if (red.carry && one_chunk) begin(rb + rp, part, lb + v * W, min_of(lanes - v * W, width), totals, width);
             float* const panel_sums = one_chunk ? sums : sums + v * W * rows + rp * width;
             i64 k0 = c0;
             const float* a_block = a_pack;
@@ -539,11 +551,7 @@ bool reduce_block(const F& format, const Reduction& red, const Operand<typename 
         }
         c0 = c1;
       } while (c0 < red.n);
-      if (one_chunk) continue;
-      for (i64 v = 0; v < vectors; v += panel_vectors(v)) {
-        const i64 width = panel_vectors(v) * W, l = lb + v * W;
-        finish(rb, rows, l, min_of(lanes - v * W, width), totals + v * W * rows, width);
-      }
+      if (!one_chunk) for_panels(finish);
     }
   }
   return true;

@@ -61,6 +61,18 @@ struct AddTo {
   }
 };
 
+// A chain that is carried on: read from the gradient, and left there.
+struct ReadFrom {
+  const float* grad;
+  i64 ld;
+  void operator()(i64 r0, i64 rows, i64 l0, i64 lanes, float* c, i64 c_ld) const {
+    for (i64 r = 0; r < rows; ++r)
+      for_columns(0, c_ld, [&](i64 l, int n) {
+        store_n(c + r * c_ld + l, l < lanes ? load_n(grad + (r0 + r) * ld + l0 + l, int(min_of(lanes - l, n))) : zero(), n);
+      });
+  }
+};
+
 // Fetches the weight's next rows in the order they lie in memory while the current ones are read a cache line of each
 // at a time: with that many short streams the hardware's prefetcher starts too late. Rows too long for the L2 cache go
 // without.
@@ -335,8 +347,8 @@ TPI_EXPORT(grouped_linear_dx)(int dtype, int out_dtype, const void* dy, i64 lddy
 }
 
 TPI_EXPORT(linear_dw)(int dtype, const void* dy, i64 lddy, const void* x, i64 ldx, float* grad, i64 ldg, i64 N, i64 K,
-                      i64 rows, const i64* row_first, const i64* row_len, i64 row_stride, i64 spans) {
-  if (N < 0 || K < 0 || !valid_rows(rows, row_len, spans)) return TPI_BAD_SHAPE;
+                      i64 rows, const i64* row_first, const i64* row_len, i64 row_stride, i64 spans, int carry) {
+  if (N < 0 || K < 0 || (carry && (rows != 1 || spans != 1)) || !valid_rows(rows, row_len, spans)) return TPI_BAD_SHAPE;
   return for_dtype(dtype, [&](auto in) -> int {
     using T = decltype(in);
     double tokens = 0;
@@ -349,9 +361,11 @@ TPI_EXPORT(linear_dw)(int dtype, const void* dy, i64 lddy, const void* x, i64 ld
         const Operand<T> a{static_cast<const T*>(dy) + row_first[r] * lddy, row_stride * lddy, false};
         const Operand<T> b{static_cast<const T*>(x) + row_first[r] * ldx, row_stride * ldx, false};
         const i64 count = span_count(row_len[r], spans);
-        const Reduction red(row_len[r], row_len[r] / count, count);
+        Reduction red(row_len[r], row_len[r] / count, count);
+        red.carry = carry != 0;
         if (!with_format<T>(red, [&](const auto& format, const Reduction& steps) {
-              return reduce_block(format, steps, a, n0, n1, b, k0, k1, out);
+              return carry ? reduce_block(format, steps, a, n0, n1, b, k0, k1, RowMajorOut<float>{grad, ldg}, ReadFrom{grad, ldg})
+                           : reduce_block(format, steps, a, n0, n1, b, k0, k1, out);
             }))
           return false;
       }

@@ -5,7 +5,7 @@ from mindspeed_tpi.ops.activation import swiglu
 from mindspeed_tpi.ops.attention import attention, causal_seqs, paged_attention, paged_cache_write, sbhd_seqs
 from mindspeed_tpi.ops.embedding import embedding
 from mindspeed_tpi.ops.linear import linear, linear_db, linear_dw, linear_dx
-from mindspeed_tpi.ops.logprob import linear_logprob, token_logprob
+from mindspeed_tpi.ops.logprob import token_logprob
 from mindspeed_tpi.ops.moe import (
     expert_weight_backward,
     grouped_linear,
@@ -32,7 +32,6 @@ __all__ = [
     "linear_db",
     "linear_dw",
     "linear_dx",
-    "linear_logprob",
     "moe_combine",
     "moe_route",
     "paged_attention",

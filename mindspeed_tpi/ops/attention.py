@@ -27,6 +27,22 @@ def sbhd_seqs(length: int, batch: int) -> Tensor:
     return torch.stack((first, n, torch.zeros_like(n), first, n), dim=1)
 
 
+def fold(count: int) -> list[int]:
+    """0, count − 1, 1, count − 2, …: the order in which segments of a row enter their tree (count a power of two), so that the
+    two chunks of a context-parallel rank are a subtree."""
+    return [i for first in range(count // 2) for i in (first, count - 1 - first)] or [0]
+
+
+def query_segments(seqs: Tensor, stride: int) -> Tensor:
+    """`seqs` of the backward pass: the queries of every line cut in segments, in the order of their tree."""
+    lines = []
+    for query, queries, position, key, keys in seqs.tolist():
+        count = contract.current().query_segments(queries).count
+        size = queries // count
+        lines += [(query + i * size * stride, size, position + i * size, key, keys) for i in fold(count)]
+    return torch.tensor(lines, dtype=torch.int32).view(-1, 5)
+
+
 def attention(
     q: Tensor, k: Tensor, v: Tensor, seqs: Tensor, *, stride: int = 1, scale: float, window: int = 0
 ) -> Tensor:
@@ -89,6 +105,7 @@ class _Attention(torch.autograd.Function):
 
 def _gradients(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, out, m, l, seqs = ctx.saved_tensors  # noqa: E741
+    seqs = query_segments(seqs, ctx.options[0])
     gradients: tuple[Tensor, Tensor, Tensor] = schemas.attention_backward(
         dout, q, k, v, out, m, l, seqs, *ctx.options, False
     )

@@ -71,10 +71,21 @@ def linear_dx(
 
 
 def linear_dw(
-    dy: Tensor, x: Tensor, grad: Tensor, *, batch: int = 1, row_offsets: Tensor | None = None, spans: int = 1
+    dy: Tensor,
+    x: Tensor,
+    grad: Tensor,
+    *,
+    batch: int = 1,
+    row_offsets: Tensor | None = None,
+    spans: int = 1,
+    carry: bool = False,
 ) -> None:
-    """Add dyᵀ x to the f32 `grad` [N, K], one chain a row (contract section 9)."""
-    schemas.linear_dw(dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1]), grad, batch, row_offsets, spans)
+    """Add dyᵀ x to the f32 `grad` [N, K], one chain a row (contract section 9).
+
+    Args:
+        carry: `grad` is the chain of one row so far, and these are the row's next tokens (a multiple of 16 unless the last).
+    """
+    schemas.linear_dw(dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1]), grad, batch, row_offsets, spans, carry)
 
 
 def linear_db(dy: Tensor, grad: Tensor, *, batch: int = 1, row_offsets: Tensor | None = None, spans: int = 1) -> None:

@@ -259,11 +259,21 @@ def _lines(v: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _disjoint_keys(v: Mapping[str, Any]) -> str | None:
+def _groups_of_lines(v: Mapping[str, Any]) -> str | None:
+    """Neighbouring lines with the same first key: a power of two of them; groups hold different keys."""
     problem = _lines(v)
     if problem is None:
         stride = v["stride"]
-        runs = sorted((k % stride, k, k + n * stride) for _, _, _, k, n in v["seqs"].tolist() if n)
+        groups: list[list[int]] = []
+        for k, n in (line[3:] for line in v["seqs"].tolist()):
+            if groups and n and groups[-1][1] and groups[-1][0] == k:
+                groups[-1][1:] = max(groups[-1][1], n), groups[-1][2] + 1
+            else:
+                groups.append([k, n, 1])
+        for k, _, lines in groups:
+            if lines & (lines - 1):
+                return f"{lines} seqs lines that share the keys from token {k} on, expected a power of two"
+        runs = sorted((k % stride, k, k + n * stride) for k, n, _ in groups if n)
         for (rest, _, stop), (other, start, _) in zip(runs, runs[1:], strict=False):
             if rest == other and start < stop:
                 return f"two seqs lines that both hold key token {start}, expected disjoint key ranges"
@@ -288,10 +298,12 @@ _row(
 )
 _row(
     "Linear",
-    "linear_dw(dy: S[T, N], x: S[T, K], grad: f32[| N, K]!^, batch: int, row_offsets: i64[R+1]?@host, spans: int) -> ()",
-    "grad += per row: chain over tokens of fma(dy, x, acc)",
+    "linear_dw(dy: S[T, N], x: S[T, K], grad: f32[| N, K]!^, batch: int, row_offsets: i64[R+1]?@host, spans: int, carry: bool) -> ()",
+    "grad += per row: chain over tokens of fma(dy, x, acc). `carry`: grad is the chain of one row so far, which goes on through "
+    "these tokens, so that a row may come in pieces (cube order: of a multiple of 16 tokens)",
     *_ROWS,
     *_SPANS,
+    "not carry or (batch == 1 and spans == 1 and not row_offsets)",
     values=_row_offsets,
 )
 _row(
@@ -339,13 +351,13 @@ _row(
     "attention_backward(dout: S[Tq, Hq, D], q: S[Tq, Hq, D], k: S[Tk, Hk, D], v: S[Tk, Hk, D], out: S[Tq, Hq, D], m: f32[Hq, Tq], "
     "l: f32[Hq, Tq], seqs: i32[lines, 5]@host, stride: int, scale: float, window: int, segment_blocks: int, partial: bool) "
     "-> (dq: S[Tq, Hq, D], dk: partial?f32:S[Tk, Hk, D], dv: partial?f32:S[Tk, Hk, D])",
-    "`partial`: dk, dv are f32 and *unscaled*: roots over this rank's query heads; dq is always complete. Key ranges of different lines "
-    "must be disjoint",
+    "`partial`: dk, dv are f32 and *unscaled*: roots over these lines and query heads; dq is always complete. Neighbouring lines with "
+    "the same keys, a power of two of them, are one tree (below); other lines' key ranges must be disjoint",
     "stride >= 1",
     *_HEADS,
     *_HEAD_DIM,
     *_WALK,
-    values=_disjoint_keys,
+    values=_groups_of_lines,
 )
 _row(
     "Attention",

@@ -16,6 +16,8 @@ from mindspeed_tpi import contract, ops
 from mindspeed_tpi.errors import LayoutError
 from mindspeed_tpi.ops import schemas
 from mindspeed_tpi.ops._autograd import needs_grad
+from mindspeed_tpi.ops._running_tree import RunningTree
+from mindspeed_tpi.ops.attention import fold
 from mindspeed_tpi.parallel import tree, zigzag
 
 Exchange = Literal["p2p", "all_gather", "a2a"]
@@ -30,7 +32,6 @@ def context_parallel_attention(
     exchange: Exchange,
     scale: float,
     window: int = 0,
-    whole_rows: bool = False,
 ) -> Tensor:
     """Causal attention of this rank's queries.
 
@@ -40,22 +41,20 @@ def context_parallel_attention(
         exchange: `a2a` swaps heads for tokens (Ulysses); `p2p` and `all_gather` bring every rank the keys and values of the
             whole sequence, one neighbour at a time or at once.
         window: keys visible to a query; 0: all.
-        whole_rows: sum the gradients of K and V as one rank would, over the whole sequence. `a2a` always does; the others then
-            run the whole backward pass on every rank.
 
     Returns:
-        [S / ranks, B, Hq, D].
+        [S / ranks, B, Hq, D]. Result and gradients have the bits of one rank that holds the whole sequence.
 
     Raises:
-        LayoutError: `a2a` and heads that cannot be spread over the ranks.
+        LayoutError: `a2a` and heads that cannot be spread over the ranks; or, in the backward pass, a sequence whose segments of
+            queries cannot.
     """
     if exchange == "a2a":
         return _ulysses(q, k, v, group, scale, window)
     if needs_grad(q, k, v):
-        out: Tensor = _Gathered.apply(q, k, v, (group, exchange, scale, window, whole_rows))
+        out: Tensor = _Gathered.apply(q, k, v, (group, exchange, scale, window))
         return out
-    keys, values = _whole(k, group, exchange), _whole(v, group, exchange)
-    return torch.cat([_chunk(q, keys, values, i, group, scale, window)[0] for i in range(2)])
+    return _attend(q, k, v, group, exchange, scale, window)[0]
 
 
 def _ulysses(q: Tensor, k: Tensor, v: Tensor, group: Any, scale: float, window: int) -> Tensor:
@@ -121,101 +120,76 @@ def _ring(x: Tensor, group: Any) -> Tensor:
     return parts
 
 
-def _chunk(
-    q: Tensor, k: Tensor, v: Tensor, index: int, group: Any, scale: float, window: int
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, group: Any, exchange: Exchange, scale: float, window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, m, l) of this rank's first or second chunk of queries against the whole sequence."""
-    rows, batch, heads, dim = q.shape
-    chunk = rows // 2
-    part = q[index * chunk : (index + 1) * chunk].flatten(0, 1)
-    seqs = _seqs(chunk, batch, index, group)
+    """(out, m, l) of this rank's queries against the whole sequence."""
+    rows, batch = q.shape[:2]
+    keys, values = (_whole(x, group, exchange).flatten(0, 1) for x in (k, v))
+    chunk, ranks = rows // 2, tree.size(group)
+    places = [(i * chunk, c * chunk) for i, c in enumerate(zigzag.chunks(tree.rank(group), ranks))]
+    seqs = _seqs(places, chunk, batch)
     segment = contract.current().segment_blocks
-    out, m, l = schemas.attention(part, k.flatten(0, 1), v.flatten(0, 1), seqs, batch, scale, window, segment)  # noqa: E741
-    return out.view(chunk, batch, heads, dim), m, l
+    out, m, l = schemas.attention(q.flatten(0, 1), keys, values, seqs, batch, scale, window, segment)  # noqa: E741
+    return out.view(q.shape), m, l
 
 
-def _seqs(chunk: int, batch: int, index: int, group: Any) -> Tensor:
-    position = chunk * zigzag.chunks(tree.rank(group), tree.size(group))[index]
-    first = torch.arange(batch, dtype=torch.int32)
-    columns = (first, torch.full_like(first, chunk), torch.full_like(first, position), first)
-    return torch.stack((*columns, torch.full_like(first, position + chunk)), dim=1)
+def _seqs(places: list[tuple[int, int]], length: int, batch: int) -> Tensor:
+    """For every batch column a line of `length` queries at each of `places`: (this rank's row, position)."""
+    lines = [(row * batch + b, length, at, b, at + length) for b in range(batch) for row, at in places]
+    return torch.tensor(lines, dtype=torch.int32)
+
+
+def _own_segments(rows: int, group: Any) -> tuple[list[tuple[int, int]], int]:
+    """(row here, position) of this rank's segments of queries, in the order of their tree; and their length."""
+    ranks, mine = tree.size(group), tree.rank(group)
+    cut = contract.current().query_segments(rows * ranks)
+    own = cut.count // (2 * ranks)  # of a chunk
+    if not own:
+        raise LayoutError(
+            f"a row of {rows * ranks} tokens has {cut.count} segments of queries, which {ranks} context-parallel ranks cannot share "
+            f"in pairs with equal bits; use up to {cut.count // 2} ranks, or a larger max_cp in MINDSPEED_TPI_CONTRACT on both sides"
+        )
+    places = []
+    for i in range(mine * own, (mine + 1) * own):
+        places.append(((i - mine * own) * cut.size, i * cut.size))
+        last = cut.count - 1 - i
+        places.append((rows - (i + 1 - mine * own) * cut.size, last * cut.size))
+    return places, cut.size
 
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, Exchange, float, int, bool]) -> Tensor:
-        group, exchange, scale, window, _ = ctx.options = options
-        keys, values = _whole(k, group, exchange), _whole(v, group, exchange)
-        halves = [_chunk(q, keys, values, i, group, scale, window) for i in range(2)]
-        ctx.save_for_backward(q, k, v, *(t for half in halves for t in half))
-        return torch.cat([half[0] for half in halves])
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, Exchange, float, int]) -> Tensor:
+        ctx.options = options
+        out, m, l = _attend(q, k, v, *options)  # noqa: E741
+        ctx.save_for_backward(q, k, v, out, m, l)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """Every chunk of queries gives f32 roots of dK and dV; a tree adds the chunks in position order, at the key's rank."""
-        q, k, v, *saved = ctx.saved_tensors
-        group, exchange, scale, window, whole_rows = ctx.options
+        """This rank's segments of queries give one f32 root of dK and dV, an aligned subtree (contract section 3), which the
+        tree over ranks continues at each key's rank."""
+        q, k, v, out, m, l = ctx.saved_tensors  # noqa: E741
+        group, exchange, scale, window = ctx.options
+        rows, batch = q.shape[:2]
         ranks, segment = tree.size(group), contract.current().segment_blocks
-        rows, batch, heads, dim = q.shape
-        chunk = rows // 2
+        seqs = _seqs(*_own_segments(rows, group), batch)
         whole = [_whole(x, group, exchange).flatten(0, 1) for x in (k, v)]
-        if whole_rows:
-            return *_whole_backward(grads[0], q, whole, saved, group, scale, window), None
-        dq, roots = [], []
-        for index in range(2):
-            part = slice(index * chunk, (index + 1) * chunk)
-            out, m, l = saved[3 * index : 3 * index + 3]  # noqa: E741
-            dout = grads[0][part].reshape(chunk * batch, heads, dim)
-            seqs = _seqs(chunk, batch, index, group)
-            got = schemas.attention_backward(
-                dout,
-                q[part].flatten(0, 1),
-                *whole,
-                out.flatten(0, 1),
-                m,
-                l,
-                seqs,
-                batch,
-                scale,
-                window,
-                segment,
-                True,
-            )
-            dq.append(got[0].view(chunk, batch, heads, dim))
-            roots.append(torch.stack(got[1:]).unflatten(1, (ranks * rows, batch)))  # [dK and dV, S, B, Hk, D]
-        dkv = _exchange_roots(torch.stack(roots), group)
-        return torch.cat(dq), _rounded(dkv[0] * scale, k.dtype), _rounded(dkv[1], v.dtype), None
-
-
-def _whole_backward(
-    dout: Tensor, q: Tensor, key_values: list[Tensor], saved: list[Tensor], group: Any, scale: float, window: int
-) -> tuple[Tensor, ...]:
-    """This rank's part of (dq, dk, dv) of the whole sequence; saved: (out, m, l) of both chunks."""
-    rows, batch = q.shape[:2]
-    length, segment = rows * tree.size(group), contract.current().segment_blocks
-    sums = (torch.cat(saved[i::3], dim=1).t().unflatten(0, (rows, batch)) for i in (1, 2))
-    dout, q, out, m, l = (zigzag.gather(x, group).flatten(0, 1) for x in (dout, q, torch.cat(saved[::3]), *sums))  # noqa: E741
-    m, l = m.t().contiguous(), l.t().contiguous()  # noqa: E741
-    seqs = ops.sbhd_seqs(length, batch)
-    got = schemas.attention_backward(dout, q, *key_values, out, m, l, seqs, batch, scale, window, segment, False)
-    return tuple(zigzag.own(x.unflatten(0, (length, batch)), group) for x in got)
+        dout, out = grads[0].reshape(q.shape).flatten(0, 1), out.flatten(0, 1)
+        dq, dk, dv = schemas.attention_backward(
+            dout, q.flatten(0, 1), *whole, out, m, l, seqs, batch, scale, window, segment, True
+        )
+        roots = [zigzag.by_rank(x.unflatten(0, (ranks * rows, batch)), ranks) for x in (dk, dv)]
+        received = tree.all_to_all(torch.stack(roots, dim=1), group)  # [ranks, dK and dV, S / ranks, B, Hk, D]
+        dk, dv = schemas.tree_sum(received, None, torch.float32)
+        return dq.view(q.shape), _rounded(dk * scale, k.dtype), _rounded(dv, v.dtype), None
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x + 0 without subnormals, rounded: how the operator ends dK and dV."""
     whole: Tensor = schemas.tree_sum(x.unsqueeze(0), None, dtype)
     return whole + 0
-
-
-def _exchange_roots(roots: Tensor, group: Any) -> Tensor:
-    """Roots [2 chunks of queries, 2, S, …] of this rank → the sums over all chunks for its keys, [2, S / ranks, …]."""
-    ranks = tree.size(group)
-    # [2, 2, ranks, S / ranks, …]
-    sent = torch.stack([torch.stack([zigzag.by_rank(x, ranks) for x in half]) for half in roots])
-    sent = sent.permute(2, 0, 1, *range(3, sent.dim()))
-    received = zigzag.chunks_in_order(tree.all_to_all(sent, group))
-    total: Tensor = schemas.tree_sum(torch.stack(received), None, torch.float32)
-    return total
 
 
 def split_key_values(mixed: Tensor, group: Any, groups: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -277,7 +251,7 @@ def shared_key_attention(
 ) -> Tensor:
     """`ops.attention` where `copies` neighbouring ranks of `group` hold the same keys and values, each its query heads.
 
-    The tree over query heads continues over these ranks; the first of them returns the gradients of K and V, the others +0.
+    `seqs` holds whole sequences of one length. The tree over query heads continues over these ranks; the first of them returns the gradients of K and V, the others +0.
     """
     if not needs_grad(q, k, v):
         return ops.attention(q, k, v, seqs, stride=stride, scale=scale, window=window)
@@ -308,13 +282,40 @@ class _SharedKeys(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        """Query heads are summed before segments: each segment's roots of dK and dV meet at the first of the ranks."""
         q, k, v, out, m, l, seqs = ctx.saved_tensors  # noqa: E741
-        dq, dk, dv = schemas.attention_backward(grads[0], q, k, v, out, m, l, seqs, *ctx.options, True)
+        stride, scale, window, segment = ctx.options
+        lengths = set(seqs[:, 1].tolist())
+        if len(lengths) != 1:
+            raise LayoutError(f"key heads shared by ranks need sequences of one length, not {sorted(lengths)}")
+        cut = contract.current().query_segments(lengths.pop())
         first = tree.rank(ctx.group) // ctx.copies * ctx.copies
-        roots = tree.gather(torch.stack((dk, dv)), ctx.group)[first : first + ctx.copies]
-        dk, dv = schemas.tree_sum(roots, None, torch.float32)
-        if tree.rank(ctx.group) == first:
-            dk, dv = _rounded(dk * ctx.options[1], k.dtype), _rounded(dv, v.dtype)
+        owner = tree.rank(ctx.group) == first
+        dq, total = torch.empty_like(q), RunningTree()
+        for i in fold(cut.count):
+            part, stop = slice(i * cut.size * stride, (i + 1) * cut.size * stride), (i + 1) * cut.size * stride
+            lines = seqs.clone()
+            lines[:, 1], lines[:, 2], lines[:, 4] = cut.size, i * cut.size, (i + 1) * cut.size
+            dq[part], *roots = schemas.attention_backward(
+                grads[0][part],
+                q[part],
+                k[:stop],
+                v[:stop],
+                out[part],
+                m[:, part],
+                l[:, part],
+                lines,
+                *ctx.options,
+                True,
+            )
+            parts = tree.gather_at_first(torch.stack(roots), ctx.group, ctx.copies)
+            if owner:
+                node = torch.zeros(2, *k.shape, dtype=torch.float32, device=k.device)
+                node[:, :stop] = schemas.tree_sum(parts, None, torch.float32)
+                total.add(node)
+        if owner:
+            dk, dv = total.root()
+            dk, dv = _rounded(dk * scale, k.dtype), _rounded(dv, v.dtype)
         else:
             dk, dv = torch.zeros_like(k), torch.zeros_like(v)
         return dq, dk, dv, None, None, None, None, None, None

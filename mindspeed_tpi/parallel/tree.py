@@ -120,6 +120,16 @@ def gather(x: Tensor, group: Any) -> Tensor:
     return whole
 
 
+def gather_at_first(x: Tensor, group: Any, copies: int) -> Tensor:
+    """x of each of `copies` neighbouring ranks, at the first of them: [copies, *x.shape] there, [0, *x.shape] elsewhere."""
+    first = rank(group) // copies * copies
+    sent = [int(r == first) for r in range(size(group))]
+    taken = [int(rank(group) == first and first <= r < first + copies) for r in range(size(group))]
+    received = x.new_empty(sum(taken), *x.shape)
+    dist.all_to_all_single(received, x.unsqueeze(0).contiguous(), taken, sent, group=group)
+    return received
+
+
 def gather_rows(x: Tensor, group: Any) -> Tensor:
     """The rows [S, …] of a sequence of which every rank holds S / ranks."""
     return x if size(group) == 1 else gather(x, group).flatten(0, 1)

@@ -49,13 +49,8 @@ def own(x: Tensor, group: Any) -> Tensor:
 
 def in_order(parts: Tensor) -> Tensor:
     """[ranks, S / ranks, …] → [S, …] in position order."""
-    return torch.cat(chunks_in_order(parts.unflatten(1, (2, -1))))
-
-
-def chunks_in_order(pairs: Tensor) -> list[Tensor]:
-    """Each rank's two chunks [ranks, 2, …] → the 2 · ranks chunks by position."""
-    ranks = pairs.shape[0]
-    return [pairs[c, 0] if c < ranks else pairs[2 * ranks - 1 - c, 1] for c in range(2 * ranks)]
+    ranks, pairs = parts.shape[0], parts.unflatten(1, (2, -1))
+    return torch.cat([pairs[c, 0] if c < ranks else pairs[2 * ranks - 1 - c, 1] for c in range(2 * ranks)])
 
 
 def by_rank(x: Tensor, ranks: int) -> Tensor:

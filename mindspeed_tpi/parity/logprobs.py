@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_tpi import ops
 from mindspeed_tpi.errors import InputError, LayoutError
-from mindspeed_tpi.parallel import tree
-from mindspeed_tpi.parallel.logprob import token_logprob
+from mindspeed_tpi.parallel.logprob import linear_logprob, token_logprob
 
 
 def logprobs(
@@ -75,10 +73,6 @@ def _fused(
     """Through the fused head, whose weight gradient sums row by row: tokens go in as [length, batch]."""
     if hidden.shape[-1] != weight.shape[-1]:
         raise InputError(f"hidden states {tuple(hidden.shape)} do not fit the output projection {tuple(weight.shape)}")
-    if tree.size(group) > 1:
-        raise LayoutError(
-            "the fused head serves one rank; pass the model's vocabulary-parallel logits instead of weight="
-        )
     if tokens.dim() > 2:
         raise InputError(f"labels of shape {tuple(tokens.shape)} with weight=: use [batch, length] or [tokens]")
     rows = tokens.dim() == 2 and tokens.shape[0] > 1
@@ -87,12 +81,13 @@ def _fused(
     def by_position(x: Tensor) -> Tensor:
         return (x.transpose(0, 1) if rows else x).reshape(-1, *x.shape[tokens.dim() :])
 
-    flat = ops.linear_logprob(
+    flat = linear_logprob(
         by_position(hidden),
         weight,
         by_position(tokens),
-        None if scale is None else by_position(scale),
+        temperature=None if scale is None else by_position(scale),
         entropy=entropy,
+        group=group,
         batch=batch,
     )
     found = flat if entropy else (flat,)

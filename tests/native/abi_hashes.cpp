@@ -130,7 +130,9 @@ class Cases {
         const i64 first[] = {0, s.M / 3}, length[] = {s.M / 3, s.M - s.M / 3};
         Buffer dw(TPI_F32, s.N * s.K, 5), db(TPI_F32, s.N, 6);
         add("linear_dw", what,
-            tpi_linear_dw(d, dy, s.N, x, s.K, dw.f32(), s.K, s.N, s.K, 2, first, length, 1, s.spans), {&dw});
+            tpi_linear_dw(d, dy, s.N, x, s.K, dw.f32(), s.K, s.N, s.K, 2, first, length, 1, s.spans, 0), {&dw});
+        add("linear_dw", what + " carry",
+            tpi_linear_dw(d, dy, s.N, x, s.K, dw.f32(), s.K, s.N, s.K, 1, first, length, 1, 1, 1), {&dw});
         add("linear_db", what, tpi_linear_db(d, dy, s.N, db.f32(), s.N, 2, first, length, 1, s.spans), {&db});
       }
   }

@@ -240,7 +240,9 @@ def linear_dw(s: Source) -> Case:
     grad = values(s, (n, k), torch.float32)
     if s.choice((False, False, True)):
         grad = grad.t().contiguous().t()
-    return Case("linear_dw", (dy, x, grad, batch, row_offsets, spans(s)), (2,))
+    if batch == 1 and row_offsets is None and s.choice((False, True)):
+        return Case("linear_dw", (dy, x, grad, 1, None, 1, True), (2,))
+    return Case("linear_dw", (dy, x, grad, batch, row_offsets, spans(s), False), (2,))
 
 
 def linear_db(s: Source) -> Case:
@@ -345,6 +347,16 @@ def attention(s: Source) -> Case:
     return Case("attention", (q, k, v, seqs, stride, scale(s), window(s), segment_blocks(s)))
 
 
+def _segments(s: Source, seqs: Tensor, stride: int) -> Tensor:
+    """Each line in 1, 2 or 4 lines with the same keys, the trees of dK and dV, in any order."""
+    lines = []
+    for query, queries, position, key, keys in seqs.tolist():
+        count = s.choice([n for n in (1, 2, 4) if queries % n == 0 and (keys or n == 1)])
+        size, order = queries // count, torch.randperm(count, generator=generator(s)).tolist()
+        lines += [(query + i * size * stride, size, position + i * size, key, keys) for i in order]
+    return torch.tensor(lines, dtype=torch.int32)
+
+
 def attention_backward(s: Source) -> Case:
     forward = attention(s)
     q, k, v, *options = forward.args
@@ -354,6 +366,8 @@ def attention_backward(s: Source) -> Case:
         out, m = values(s, q.shape, q.dtype), values(s, (q.shape[1], q.shape[0]), torch.float32, ("normal",))
         l = values(s, m.shape, torch.float32, ("normal",)).abs()  # noqa: E741
     dout = operand(s, q.shape, q.dtype, ATTENTION_KINDS)
+    if s.choice((True, False)):
+        options[0] = _segments(s, *options[:2])
     return Case("attention_backward", (dout, q, k, v, layout(s, out), m, l, *options, s.choice((False, False, True))))
 
 

@@ -48,7 +48,7 @@ def test_linear(dtype: torch.dtype, k: int) -> None:
     dx = cpu.linear_dx(x, weight.T.contiguous(), cut.size, cut.count, torch.float32, False)
     assert_near(dx, exact, scale, roundings)
     grad = torch.zeros(9, 33)
-    cpu.linear_dw(x.T.contiguous(), weight.T.contiguous(), grad, 1, None, 1)
+    cpu.linear_dw(x.T.contiguous(), weight.T.contiguous(), grad, 1, None, 1, False)
     assert_near(grad, exact, scale, k + 1)
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mindspeed_tpi.errors import BackendError
+from mindspeed_tpi.ops.attention import query_segments
 from mindspeed_tpi.ops.backends import cpu, reference
 from tests.ops import cases
 from tests.ops.bits import assert_same_bits
@@ -99,6 +100,13 @@ def test_neighbours_in_a_pack_or_a_batch_do_not_matter(data: st.DataObject) -> N
             assert_same_bits(a[own], b, f"gradient, {name}")
 
 
+def test_a_row_is_cut_in_segments_that_every_rank_pairs() -> None:
+    """0, n − 1, 1, n − 2, …: the tree adds the two chunks of each of n / 2 ranks first."""
+    lines = query_segments(_lines((3, 48, 0, 5, 48), (60, 7, 0, 60, 7), (80, 0, 0, 80, 0)), 2).tolist()
+    assert lines[:4] == [[3, 3, 0, 5, 48], [93, 3, 45, 5, 48], [9, 3, 3, 5, 48], [87, 3, 42, 5, 48]]
+    assert len(lines) == 16 + 1 + 1 and lines[16:] == [[60, 7, 0, 60, 7], [80, 0, 0, 80, 0]]
+
+
 @given(st.data())
 def test_ranks_that_split_the_heads_give_the_same_bits(data: st.DataObject) -> None:
     s = cases.Drawn(data)
@@ -161,9 +169,15 @@ def test_errors(backend: object) -> None:
         lambda b: b.attention(q, k, k, _lines((0, 4, 0, 0, 5)), 1, 1.0, 0, 16),
         lambda b: b.attention(q, k, k, _lines((0, 4, -1, 0, 4)), 1, 1.0, 0, 16),
         lambda b: b.attention(q, k.half(), k.half(), line, 1, 1.0, 0, 16),
+        lambda b: _gradients(b, q, k, _lines((0, 1, 0, 0, 4), (1, 1, 1, 0, 4), (2, 1, 2, 0, 4))),
     ):
         with pytest.raises(BackendError):
             call(backend)
+
+
+def _gradients(backend: object, q: Tensor, k: Tensor, seqs: Tensor) -> None:
+    one = torch.ones(q.shape[1], len(q))
+    backend.attention_backward(q, q, k, k, q, one, one, seqs, 1, 1.0, 0, 16, False)
 
 
 @pytest.mark.parametrize("backend", [cpu, reference])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_tpi import ops
+from mindspeed_tpi.parallel.logprob import linear_logprob
 from tests.ops.accuracy import assert_near
 from tests.ops.bits import assert_same_bits
 from tests.ops.cases import DTYPES
@@ -123,7 +124,7 @@ FUNCTIONS: dict[str, tuple[Function, Function, tuple[tuple[int, ...], ...]]] = {
         lambda z: torch.stack(ops.token_logprob(z.float(), CHOSEN, TEMPERATURE, entropy=True)), _logprob, ((TOKENS, VOCAB),),
     ),
     "linear_logprob": (
-        lambda x, w: torch.stack(ops.linear_logprob(x, w, CHOSEN, TEMPERATURE, entropy=True, batch=BATCH, chunk=9)),
+        lambda x, w: torch.stack(linear_logprob(x, w, CHOSEN, temperature=TEMPERATURE, entropy=True, batch=BATCH, chunk=9)),
         lambda x, w: _logprob(x @ w.T),
         ((TOKENS, HIDDEN), (VOCAB, HIDDEN)),
     ),

@@ -94,11 +94,11 @@ def test_ranks_that_split_a_row_cut_the_same_spans(data: st.DataObject) -> None:
     tokens = ranks * s.integer(1, 24)
     dy, x = cases.operand(s, (tokens, 5), torch.float32), cases.operand(s, (tokens, 3), torch.float32)
     whole, roots = (torch.zeros(5, 3), torch.zeros(5)), []
-    cpu.linear_dw(dy, x, whole[0], 1, None, 8)
+    cpu.linear_dw(dy, x, whole[0], 1, None, 8, False)
     cpu.linear_db(dy, whole[1], 1, None, 8)
     for part in torch.arange(tokens).chunk(ranks):
         root = torch.zeros(5, 3), torch.zeros(5)
-        cpu.linear_dw(dy[part], x[part], root[0], 1, None, 8 // ranks)
+        cpu.linear_dw(dy[part], x[part], root[0], 1, None, 8 // ranks, False)
         cpu.linear_db(dy[part], root[1], 1, None, 8 // ranks)
         roots.append(root)
     for one, several in zip(whole, zip(*roots, strict=True), strict=True):
@@ -133,13 +133,13 @@ def test_weight_gradients_of_a_batch_are_those_of_its_rows(data: st.DataObject) 
     x = cases.operand(s, (length * batch, s.integer(1, 9)), dtype)
     start = cases.values(s, (dy.shape[1], x.shape[1]), torch.float32)
     whole, by_row, packed = start.clone(), start.clone(), start.clone()
-    cpu.linear_dw(dy, x, whole, batch, None, spans)
+    cpu.linear_dw(dy, x, whole, batch, None, spans, False)
     for b in range(batch):
-        cpu.linear_dw(dy[b::batch], x[b::batch], by_row, 1, None, spans)
+        cpu.linear_dw(dy[b::batch], x[b::batch], by_row, 1, None, spans, False)
     assert_same_bits(by_row, whole, "row by row")
     order = torch.arange(length * batch).view(length, batch).T.reshape(-1)
     offsets = torch.arange(batch + 1) * length
-    cpu.linear_dw(dy[order], x[order], packed, 1, offsets, spans)
+    cpu.linear_dw(dy[order], x[order], packed, 1, offsets, spans, False)
     assert_same_bits(packed, whole, "packed")
 
 
@@ -182,10 +182,10 @@ def test_a_row_continues_over_parts_of_its_spans(data: st.DataObject) -> None:
     tokens = spans * s.integer(1, 4)
     dy, x = cases.operand(s, (tokens, s.integer(1, 9)), dtype), cases.operand(s, (tokens, s.integer(1, 9)), dtype)
     whole = torch.zeros(dy.shape[1], x.shape[1])
-    cpu.linear_dw(dy, x, whole, 1, None, spans)
+    cpu.linear_dw(dy, x, whole, 1, None, spans, False)
     roots = [torch.zeros_like(whole) for _ in range(parts)]
     for root, g, a in zip(roots, dy.chunk(parts), x.chunk(parts), strict=True):
-        cpu.linear_dw(g, a, root, 1, None, spans // parts)
+        cpu.linear_dw(g, a, root, 1, None, spans // parts, False)
     assert_same_bits(cpu.tree_sum(torch.stack(roots), None, torch.float32), whole)
 
 
@@ -200,8 +200,8 @@ def test_errors(backend: object) -> None:
         lambda b: b.linear(x.double(), weight.double(), None, 8, 1, None),
         lambda b: b.linear_dx(x, weight, 8, 1, None, False),
         lambda b: b.linear_dx(torch.zeros(2, 6), torch.zeros(6, 4), 4, 1, None, True),
-        lambda b: b.linear_dw(x, x, torch.zeros(8, 8), 3, None, 1),
-        lambda b: b.linear_dw(x, x, torch.zeros(8, 8), 1, None, 3),
+        lambda b: b.linear_dw(x, x, torch.zeros(8, 8), 3, None, 1, False),
+        lambda b: b.linear_dw(x, x, torch.zeros(8, 8), 1, None, 3, False),
         lambda b: b.linear_db(x, torch.zeros(8, dtype=torch.bfloat16), 1, None, 1),
         lambda b: b.grouped_linear(x, weight[None], torch.tensor([0, 3]), 8, 1, None),
         lambda b: b.tree_sum(torch.zeros(3, 4), None, torch.float32),

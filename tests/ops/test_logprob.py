@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from mindspeed_tpi import contract, ops
 from mindspeed_tpi.errors import BackendError
 from mindspeed_tpi.ops.backends import cpu, reference
+from mindspeed_tpi.parallel.logprob import linear_logprob
 from tests.ops import cases
 from tests.ops.bits import assert_same_bits
 from tests.ops.equality import check_drawn
@@ -71,7 +72,7 @@ def test_fused_with_the_projection_in_chunks(dtype: torch.dtype) -> None:
     logits = ops.linear(hidden, weight, out_dtype=torch.float32)
     expected = ops.token_logprob(logits, tokens, torch.tensor([0.7]), entropy=True)
     for chunk in (1, 3, 7, 100):
-        fused = ops.linear_logprob(hidden, weight, tokens, torch.tensor([0.7]), entropy=True, chunk=chunk)
+        fused = linear_logprob(hidden, weight, tokens, temperature=torch.tensor([0.7]), entropy=True, chunk=chunk)
         for a, b in zip(fused, expected, strict=True):
             assert_same_bits(a, b)
 

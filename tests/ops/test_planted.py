@@ -29,13 +29,11 @@ def _constant(**changes: Any) -> Plant:
 
 def _reversed_chain(monkeypatch: pytest.MonkeyPatch) -> None:
     original = reference.chain
-    monkeypatch.setattr(
-        reference,
-        "chain",
-        lambda a, b, present=None, step=None: original(
-            a[..., ::-1], b[..., ::-1], None if present is None else present[..., ::-1], step
-        ),
-    )
+
+    def chain(a: np.ndarray, b: np.ndarray, present: Any = None, step: Any = None, start: Any = None) -> np.ndarray:
+        return original(a[..., ::-1], b[..., ::-1], None if present is None else present[..., ::-1], step, start)
+
+    monkeypatch.setattr(reference, "chain", chain)
 
 
 def _reversed_sum_chain(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +41,9 @@ def _reversed_sum_chain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         reference,
         "sum_chain",
-        lambda x, present=None: original(x[..., ::-1], None if present is None else present[..., ::-1]),
+        lambda x, present=None, start=None: original(
+            x[..., ::-1], None if present is None else present[..., ::-1], start
+        ),
     )
 
 
@@ -73,19 +73,17 @@ def _one_head_leaf(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _reversed_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     original = reference._fold
-
-    def fold(t: np.ndarray, has: np.ndarray, first_block: int, segment_blocks: int) -> list[np.ndarray]:
-        return original(t[::-1], has[::-1], first_block, segment_blocks)
-
-    monkeypatch.setattr(reference, "_fold", fold)
+    monkeypatch.setattr(reference, "_fold", lambda t, has: original(t[::-1], has[::-1]))
 
 
 def _unpaired(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tree over gate's leaves, then up's."""
     original = reference._matmul
-    monkeypatch.setattr(
-        reference, "_matmul", lambda x, w, leaf, leaves, paired=False: original(x, w, leaf, leaves * (1 + paired))
-    )
+
+    def matmul(x: Any, w: Any, dtype: torch.dtype, leaf: int, leaves: int, paired: bool = False) -> np.ndarray:
+        return original(x, w, dtype, leaf, leaves * (1 + paired))
+
+    monkeypatch.setattr(reference, "_matmul", matmul)
 
 
 def _summed_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,12 +126,12 @@ def _other_argument(index: int, value: Any) -> Plant:
 def _attention_case(backward: bool, tokens: int = 400) -> Case:
     q, k, v = _random(tokens, 4, 8), _random(tokens, 1, 8), _random(tokens, 1, 8)
     seqs = torch.tensor([[0, tokens, 0, 0, tokens]], dtype=torch.int32)
-    options = (seqs, 1, 0.3, 0, 1)
+    rest = (1, 0.3, 0, 1 + backward)
     if not backward:
-        return Case("attention", (q, k, v, *options))
-    return Case(
-        "attention_backward", (_random(tokens, 4, 8), q, k, v, *cpu.attention(q, k, v, *options), *options, False)
-    )
+        return Case("attention", (q, k, v, seqs, *rest))
+    forward = cpu.attention(q, k, v, seqs, *rest)
+    halves = torch.tensor([[i, 200, i, 0, tokens] for i in (0, 200)], dtype=torch.int32)
+    return Case("attention_backward", (_random(tokens, 4, 8), q, k, v, *forward, halves, *rest, False))
 
 
 def _paged_case() -> Case:
@@ -167,7 +165,7 @@ def _case(operator: str) -> Case:
         "linear": lambda: Case(operator, (_random(5, 192), _random(9, 192), _random(9), 24, 8, None)),
         "linear_dx": lambda: Case(operator, (_random(5, 192), _random(192, 9), 24, 8, None, False)),
         "linear_dx paired": lambda: Case("linear_dx", (_random(5, 192), _random(192, 9), 12, 8, None, True)),
-        "linear_dw": lambda: Case(operator, (_random(96, 7), _random(96, 5), _random(7, 5), 3, None, 4), (2,)),
+        "linear_dw": lambda: Case(operator, (_random(96, 7), _random(96, 5), _random(7, 5), 3, None, 4, False), (2,)),
         "linear_db": lambda: Case(operator, (_random(96, 31), _random(31), 3, None, 4), (1,)),
         "grouped_linear": lambda: Case(
             operator, (_random(6, 192), _random(3, 9, 192), torch.tensor([0, 2, 2, 6]), 24, 8, None)
@@ -248,7 +246,8 @@ PLANTS: list[tuple[str, Plant]] = [
     ("attention_backward", _other_argument(11, 16)),
     ("attention_backward", _reversed_chain),
     ("attention_backward", _reversed_blocks),
-    ("attention_backward", _no_tree),
+    ("attention_backward", _constant(attention_gradient="chain")),
+    ("attention_backward", _strided_tree),
     ("attention_backward", _one_head_leaf),
     ("paged_attention", _constant(kv_block=64)),
     ("paged_attention", _constant(lanes=32)),

@@ -133,8 +133,6 @@ def test_environment_overrides(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Non
         ("cpu", "isa", "aarch64" if contract.default().isa == "x86-64" else "x86-64"),
         ("cpu", "attention_gradient", "chain"),
         ("cpu", "leaf_order", "cube"),
-        ("reference", "attention_gradient", "chain"),
-        ("reference", "leaf_order", "cube"),
     ],
 )
 def test_a_backend_refuses_an_order_it_does_not_follow(backend: str, field: str, value: str) -> None:

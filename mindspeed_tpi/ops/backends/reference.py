@@ -36,17 +36,7 @@ DEVICE = "cpu"
 
 
 def check(contract: NumericsContract) -> None:
-    """Refuse the orders of an Ascend core, which this backend does not follow yet.
-
-    Raises:
-        BackendError: names the field, its value and the value this backend has.
-    """
-    for name, value in {"leaf_order": "chain", "attention_gradient": "add"}.items():
-        found = getattr(contract, name)
-        if found != value:
-            raise BackendError(
-                f"the reference backend has {name}={value!r}, the contract says {found!r}; drop that override of MINDSPEED_TPI_CONTRACT"
-            )
+    """Every contract can be followed."""
 
 
 def describe() -> dict[str, Any]:
@@ -160,19 +150,31 @@ def madd(a: F, b: F, c: F) -> F:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def chain(a: F, b: F, present: Bools | None = None, step: Any = None) -> F:
-    """acc = fma(a_k, b_k, acc) from +0, k ascending (`step` replaces fma)."""
+def chain(a: F, b: F, present: Bools | None = None, step: Any = None, start: F | None = None) -> F:
+    """acc = fma(a_k, b_k, acc) from +0 (or `start`), k ascending (`step` replaces fma)."""
     step = step or fma
-    acc = np.zeros(np.broadcast_shapes(a.shape[:-1], b.shape[:-1]))
+    acc = np.zeros(np.broadcast_shapes(a.shape[:-1], b.shape[:-1])) if start is None else start
     for k in range(a.shape[-1]):
         new = step(a[..., k], b[..., k], acc)
         acc = new if present is None else np.where(present[..., k], new, acc)
     return acc
 
 
-def sum_chain(x: F, present: Bools | None = None) -> F:
-    """acc = acc + x_k from +0, k ascending."""
-    acc = np.zeros(x.shape[:-1])
+def product(a: F, b: F, dtype: torch.dtype, present: Bools | None = None, start: F | None = None) -> F:
+    """A sum of a matrix product over the last axis, in the contract's order inside a leaf: a chain of fma, or as the cube's
+    declared order has it: groups of 16 products (8 of float32 operands), each product rounded, a tree over the group, groups
+    added ascending; what is absent is +0."""
+    if contract.current().leaf_order == "chain":
+        return chain(a, b, present, start=start)
+    group = 8 if dtype == torch.float32 else 16
+    terms = mul(a, b) if present is None else np.where(present, mul(a, b), 0)
+    terms = np.concatenate([terms, np.zeros((*terms.shape[:-1], -terms.shape[-1] % group))], axis=-1)
+    return sum_chain(tree(terms.reshape(*terms.shape[:-1], -1, group)), start=start)
+
+
+def sum_chain(x: F, present: Bools | None = None, start: F | None = None) -> F:
+    """acc = acc + x_k from +0 (or `start`), k ascending."""
+    acc = np.zeros(x.shape[:-1]) if start is None else start
     for k in range(x.shape[-1]):
         new = add(acc, x[..., k])
         acc = new if present is None else np.where(present[..., k], new, acc)
@@ -209,12 +211,6 @@ def _leaves(length: int, leaf: int, leaves: int) -> tuple[Ints, Bools]:
     return cut(length, min(leaf, length), leaves)  # past the end every leaf is empty
 
 
-def leaf_tree(a: F, b: F, leaf: int, leaves: int) -> F:
-    """Tree over leaves of chains over the last axis."""
-    index, present = _leaves(a.shape[-1], leaf, leaves)
-    return tree(chain(a[..., index], b[..., index], present))
-
-
 def _head_leaves(heads: int) -> tuple[int, int]:
     """Leaf size and count of a reduction over heads: as many leaves as the number of heads has factors of two."""
     leaves = heads & -heads
@@ -244,9 +240,9 @@ _LOG_POLYNOMIAL = _hex(
 
 
 def exp32(x: F) -> F:
-    """exp, the contract's polynomial or the hardware's."""
+    """exp, the contract's polynomial; or, for the hardware's, the float32 nearest to the float64 library's."""
     if contract.current().transcendental == "hardware":
-        return round32(torch.from_numpy(x.astype(np.float32)).exp().numpy().astype(np.float64))
+        return round32(np.exp(x))
     inside = (x >= _EXP_MIN) & (x <= _EXP_MAX)
     z = np.where(inside, x, 0)
     n = np.rint(mul(z, _LOG2E))
@@ -263,9 +259,9 @@ def exp32(x: F) -> F:
 
 
 def log32(x: F) -> F:
-    """log, the contract's polynomial or the hardware's."""
+    """log, like `exp32`."""
     if contract.current().transcendental == "hardware":
-        return round32(torch.from_numpy(x.astype(np.float32)).log().numpy().astype(np.float64))
+        return round32(np.log(x))
     inside = (x >= _MIN_NORMAL) & (x < np.inf)
     m, e = np.frexp(np.where(inside, x, 1))
     low = m < _SQRT_HALF
@@ -309,19 +305,19 @@ def _same_size(left: int, right: int, what: str) -> None:
     _require(left == right, f"{what}: sizes {left} and {right} differ; they must be equal")
 
 
-def _matmul(x: F, weight: F, leaf: int, leaves: int, paired: bool = False) -> F:
-    """x [*, K], weight [N, K] -> [*, N]; paired: K = [gate, up], one chain through leaf i of gate, then of up"""
+def _matmul(x: F, weight: F, dtype: torch.dtype, leaf: int, leaves: int, paired: bool = False) -> F:
+    """x [*, K], weight [N, K] -> [*, N]; paired: K = [gate, up], and the sum over leaf i of gate goes on through leaf i of up"""
     x = x[..., None, :]
-    if not paired:
-        return leaf_tree(x, weight, leaf, leaves)
     half = leaf * leaves
     _require(
-        x.shape[-1] == 2 * half,
+        not paired or x.shape[-1] == 2 * half,
         f"{leaves} leaves of {leaf} for a paired reduction over {x.shape[-1]}: each half needs whole leaves",
     )
-    index, _ = _leaves(half, leaf, leaves)
-    index = np.concatenate([index, half + index], axis=1)
-    return tree(chain(x[..., index], weight[..., index]))
+    index, present = _leaves(half if paired else x.shape[-1], leaf, leaves)
+    total = product(x[..., index], weight[..., index], dtype, present)
+    if paired:
+        total = product(x[..., half + index], weight[..., half + index], dtype, present, total)
+    return tree(total)
 
 
 @np.errstate(all="ignore")
@@ -331,7 +327,7 @@ def linear(
     """x [*, K], weight [N, K], bias [N] -> [*, N]"""
     _same_dtype(x, weight, bias)
     _same_size(x.shape[-1], weight.shape[1], "linear: K of x and weight")
-    y = _matmul(widen(x), widen(weight), leaf, leaves)
+    y = _matmul(widen(x), widen(weight), x.dtype, leaf, leaves)
     if bias is not None:
         _same_size(bias.numel(), weight.shape[0], "linear: N of bias and weight")
         y = add(y, widen(bias))
@@ -345,7 +341,7 @@ def linear_dx(
     """dy [*, N], weight [N, K] -> dx [*, K]"""
     _same_dtype(dy, weight)
     _same_size(dy.shape[-1], weight.shape[0], "linear_dx: N of dy and weight")
-    return narrow(_matmul(widen(dy), widen(weight).T, leaf, leaves, paired), out_dtype or dy.dtype)
+    return narrow(_matmul(widen(dy), widen(weight).T, dy.dtype, leaf, leaves, paired), out_dtype or dy.dtype)
 
 
 @np.errstate(all="ignore")
@@ -401,15 +397,20 @@ def _tokens(x: Tensor, dims: int = 1) -> F:
 
 
 @np.errstate(all="ignore")
-def linear_dw(dy: Tensor, x: Tensor, grad: Tensor, batch: int, row_offsets: Tensor | None, spans: int) -> None:
-    """dy [*, N], x [*, K], grad f32 [N, K] is added to"""
+def linear_dw(
+    dy: Tensor, x: Tensor, grad: Tensor, batch: int, row_offsets: Tensor | None, spans: int, carry: bool
+) -> None:
+    """dy [*, N], x [*, K], grad f32 [N, K] is added to, or, with `carry`, is the one row's sum so far"""
     _same_dtype(dy, x)
     a, b = _tokens(dy).T[:, None], _tokens(x).T
     _same_size(a.shape[-1], b.shape[-1], "linear_dw: tokens of dy and x")
     rows = []
     for tokens in _rows(a.shape[-1], batch, row_offsets):
+        if carry:
+            grad.copy_(narrow(product(a[..., tokens], b[..., tokens], dy.dtype, start=widen(grad)), torch.float32))
+            continue
         index = _span_cut(tokens, spans)
-        rows.append(tree(chain(a[..., index], b[..., index])))
+        rows.append(tree(product(a[..., index], b[..., index], dy.dtype)))
     _add_rows(grad, rows)
 
 
@@ -435,7 +436,7 @@ def _grouped(
     values = widen(x)
     y = np.zeros((len(x), weight.shape[1]))
     for expert, (first, last) in enumerate(itertools.pairwise(bounds)):
-        y[first:last] = _matmul(values[first:last], weight[expert], leaf, leaves, paired)
+        y[first:last] = _matmul(values[first:last], weight[expert], x.dtype, leaf, leaves, paired)
     return narrow(y, out_dtype)
 
 
@@ -475,9 +476,9 @@ def _visible(position: int, queries: int, keys: int, window: int) -> Bools:
     return (j <= p) & ((j > p - window) | (window == 0))
 
 
-def _scores(q: F, k: F, scale: float) -> F:
+def _scores(q: F, k: F, scale: float, dtype: torch.dtype) -> F:
     """q [H, n, D], k [H, keys, D] -> [H, n, keys]"""
-    return mul(chain(q[:, :, None], k[:, None]), constant(scale))
+    return mul(product(q[:, :, None], k[:, None], dtype), constant(scale))
 
 
 def _operand(p: F, dtype: torch.dtype) -> F:
@@ -495,7 +496,7 @@ def _attend(
     blocks = -(-keys // block)
     index, exists = cut(keys, min(block, keys), blocks)
     seen = _visible(position, queries, keys, window)[:, index] & exists  # [n, blocks, block]
-    s = _scores(q, k[:, :keys], scale)[..., index]  # [H, n, blocks, block]
+    s = _scores(q, k[:, :keys], scale, dtype)[..., index]  # [H, n, blocks, block]
     any_seen = _any(seen, -1)  # [n, blocks]
 
     block_max = np.where(seen, s, -np.inf).max(-1, initial=-np.inf)
@@ -506,7 +507,7 @@ def _attend(
     p = np.where(seen, exp32(sub(s, maximum[..., None])), 0)
     sums = lane_tree(p)  # [H, n, blocks]
     values = np.swapaxes(v[:, index], -1, -2)[:, None]  # [H, 1, blocks, D, block]
-    products = chain(_operand(p, dtype)[..., None, :], values, seen[:, :, None])  # [H, n, blocks, D]
+    products = product(_operand(p, dtype)[..., None, :], values, dtype, seen[:, :, None])  # [H, n, blocks, D]
 
     started = np.zeros(queries, dtype=bool)
     m, l, o = np.full((heads, queries), -np.inf), np.zeros((heads, queries)), np.zeros(q.shape)  # noqa: E741
@@ -582,44 +583,27 @@ def attention(
     return narrow(out, q.dtype), narrow(add(m, _ZERO), torch.float32), narrow(l, torch.float32)
 
 
-def _fold(t: F, has: Bools, first_block: int, segment_blocks: int) -> list[F]:
-    """Blocks t[b] that `has[b]` are added ascending inside their segments (first t, then acc + t), the others are skipped.
-
-    Returns one value a segment, from segment 0 on; +0 for a segment without blocks.
-    """
-    last_segment = (first_block + len(t) - 1) // segment_blocks
-    totals = [np.zeros(t.shape[1:]) for _ in range(last_segment + 1)]
-    started = [np.zeros(has.shape[1:], dtype=bool) for _ in totals]
+def _fold(t: F, has: Bools) -> F:
+    """Sums t[b] that `has[b]`, added ascending (first t, then acc + t); the others are skipped."""
+    total, started = np.zeros(t.shape[1:]), np.zeros(has.shape[1:], dtype=bool)
     for b in range(len(t)):
-        s = (first_block + b) // segment_blocks
-        totals[s] = np.where(has[b], np.where(started[s], add(totals[s], t[b]), t[b]), totals[s])
-        started[s] = started[s] | has[b]
-    return totals
+        total = np.where(has[b], np.where(started, add(total, t[b]), t[b]), total)
+        started = started | has[b]
+    return total
 
 
-def _query_blocks(position: int, queries: int) -> tuple[Ints, Bools, int]:
-    """Query index and existence [blocks, block] in blocks of positions aligned at position 0, and the first block's number."""
-    block = contract.current().kv_block
-    first = position // block
-    blocks = (position + queries - 1) // block - first + 1
-    index = (first + np.arange(blocks)[:, None]) * block + np.arange(block) - position
-    exists = (index >= 0) & (index < queries)
-    used = exists.any(0)
-    index, exists = index[:, used], exists[:, used]
-    return np.where(exists, index, 0), exists, first
+def _over_blocks(a: F, b: F, dtype: torch.dtype, present: Bools, blocks: list[slice]) -> F:
+    """A gradient's sum over the last axis inside a segment: block by block, or through all of it."""
+    if contract.current().attention_gradient == "chain":
+        return product(a, b, dtype, present)
+    sums = [product(a[..., block], b[..., block], dtype, present[..., block]) for block in blocks]
+    return _fold(np.stack(sums), np.stack([_any(present[..., block], -1) for block in blocks]))
 
 
-def _key_gradient(p: F, x: F, seen: Bools, position: int, segment_blocks: int) -> F:
-    """p [H, n, keys], x [H, n, D] -> [H, keys, D]: over the queries, by blocks and segments of their positions."""
-    index, exists, first = _query_blocks(position, len(seen))
-    present = exists[..., None] & seen[index]  # [blocks, block, keys]
-    present = np.swapaxes(present, 1, 2)[:, None, :, None]  # [blocks, 1, keys, 1, block]
-    a = np.moveaxis(p[:, index], 0, 1).swapaxes(2, 3)[..., None, :]  # [blocks, H, keys, 1, block]
-    b = np.moveaxis(x[:, index], 0, 1).swapaxes(2, 3)[:, :, None]  # [blocks, H, 1, D, block]
-    segments = _fold(chain(a, b, present), _any(present, -1), first, segment_blocks)
-    absent = np.zeros_like(segments[0])
-    segments += [absent] * ((1 << (len(segments) - 1).bit_length()) - len(segments))
-    return tree(np.stack(segments, -1))
+def _blocks(position: int, length: int, size: int) -> list[slice]:
+    """`length` elements from `position` on, in blocks of `size` positions aligned at position 0."""
+    edges = [0, *range(-position % size or size, length, size), length]
+    return list(itertools.starmap(slice, itertools.pairwise(edges)))
 
 
 def _over_heads(x: F, groups: int) -> F:
@@ -652,38 +636,61 @@ def attention_backward(
     _check_attention(q, k, v, segment_blocks, window)
     _same_dtype(q, dout, out)
     groups = q.shape[1] // k.shape[1]
-    zero, factor = _ZERO, constant(scale)
+    zero, factor, block = _ZERO, constant(scale), contract.current().kv_block
     qs, ks, vs, douts, outs, ms, ls = (widen(x) for x in (q, k, v, dout, out, m, l))
     dq, dk, dv = np.zeros(qs.shape), np.zeros(ks.shape), np.zeros(vs.shape)
-    for line in seqs:
-        queries, position, keys = _line(line, stride, q, k)
-        keys = keys[: position + len(queries)]  # later keys are seen by no query
-        if not len(queries) or not len(keys):
-            continue
-        qh, oh, doh = (_heads_first(x, queries) for x in (qs, outs, douts))
-        kh, vh = (_heads_first(x, keys, groups) for x in (ks, vs))
-        seen = _visible(position, len(queries), len(keys), window)
-        p = div(exp32(sub(_scores(qh, kh, scale), ms[:, queries, None])), ls[:, queries, None])
-        delta = lane_tree(mul(doh, oh))
-        ds = mul(p, sub(chain(doh[:, :, None], vh[:, None]), delta[..., None]))
-        p, ds = _operand(p, q.dtype), _operand(ds, q.dtype)
+    for group in _line_groups(seqs):
+        roots: list[tuple[F, F]] = []  # of each line
+        key_tokens = max((_line(line, stride, q, k)[2] for line in group), key=len)
+        for line in group:
+            queries, position, keys = _line(line, stride, q, k)
+            keys = keys[: position + len(queries)]  # later keys are seen by no query
+            root_k, root_v = (np.zeros((len(key_tokens), *x.shape[1:])) for x in (ks, vs))
+            roots.append((root_k, root_v))
+            if not len(queries) or not len(keys):
+                continue
+            qh, oh, doh = (_heads_first(x, queries) for x in (qs, outs, douts))
+            kh, vh = (_heads_first(x, keys, groups) for x in (ks, vs))
+            seen = _visible(position, len(queries), len(keys), window)
+            p = div(exp32(sub(_scores(qh, kh, scale, q.dtype), ms[:, queries, None])), ls[:, queries, None])
+            delta = lane_tree(mul(doh, oh))
+            ds = mul(p, sub(product(doh[:, :, None], vh[:, None], q.dtype), delta[..., None]))
+            p, ds = _operand(p, q.dtype), _operand(ds, q.dtype)
 
-        block = contract.current().kv_block
-        index, exists = cut(len(keys), min(block, len(keys)), -(-len(keys) // block))
-        present = np.moveaxis(seen[:, index] & exists, 1, 0)[:, None, :, None]  # [blocks, 1, n, 1, block]
-        a = np.moveaxis(ds[..., index], 2, 0)[..., None, :]  # [blocks, H, n, 1, block]
-        b = np.moveaxis(kh[:, index], 1, 0).swapaxes(2, 3)[:, :, None]  # [blocks, H, 1, D, block]
-        segments = _fold(chain(a, b, present), _any(present, -1), 0, segment_blocks)
-        has = [_any(_any(present, -1)[i : i + segment_blocks], 0) for i in range(0, len(index), segment_blocks)]
-        total = _fold(np.stack(segments), np.stack(has), 0, len(segments))[0]
-        dq[queries] = np.swapaxes(add(mul(total, factor), zero), 0, 1)
+            segments, has = [], []
+            for segment in _blocks(0, len(keys), block * segment_blocks):
+                blocks = _blocks(0, segment.stop - segment.start, block)
+                columns, visible = kh[:, None, segment].swapaxes(2, 3), seen[:, None, segment]
+                segments.append(_over_blocks(ds[:, :, None, segment], columns, q.dtype, visible, blocks))
+                has.append(_any(visible, -1))
+            dq[queries] = np.swapaxes(add(mul(_fold(np.stack(segments), np.stack(has)), factor), zero), 0, 1)
 
-        for target, weights, x in ((dk, ds, qh), (dv, p, doh)):
-            root = _over_heads(_key_gradient(weights, x, seen, position, segment_blocks), groups)
-            target[keys] = np.swapaxes(root, 0, 1)
+            blocks = _blocks(position, len(queries), block)
+            for root, weights, x in ((root_k, ds, qh), (root_v, p, doh)):
+                rows, columns = weights.swapaxes(1, 2)[:, :, None], x[:, None].swapaxes(2, 3)
+                total = _over_blocks(rows, columns, q.dtype, seen.T[:, None], blocks)  # [Hq, keys, D]
+                root[: len(keys)] = np.swapaxes(_over_heads(total, groups), 0, 1)
+        for target, parts in ((dk, [root for root, _ in roots]), (dv, [root for _, root in roots])):
+            target[key_tokens] = tree(np.stack(parts, -1))
     dk = dk if partial else mul(dk, factor)
     dtype = torch.float32 if partial else k.dtype
     return narrow(dq, q.dtype), narrow(add(dk, zero), dtype), narrow(add(dv, zero), dtype)
+
+
+def _line_groups(seqs: Tensor) -> list[list[Tensor]]:
+    """Neighbouring lines with the same keys."""
+    groups: list[list[Tensor]] = []
+    for line in seqs:
+        if groups and int(line[4]) and int(groups[-1][0][4]) and int(line[3]) == int(groups[-1][0][3]):
+            groups[-1].append(line)
+        else:
+            groups.append([line])
+    for group in groups:
+        _require(
+            len(group) & (len(group) - 1) == 0,
+            f"{len(group)} lines of seqs share the keys from token {int(group[0][3])} on; their number must be a power of two",
+        )
+    return groups
 
 
 def _check_cache(kv_cache: Tensor, heads: int, dim: int) -> int:

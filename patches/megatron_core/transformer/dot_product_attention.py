@@ -19,7 +19,6 @@ from mindspeed_tpi.patches.megatron_core.support import (
     UNTIL,
     VERSIONS,
     context_parallel_group,
-    gradient_row_group,
     outside,
     served,
     tensor_parallel_group,
@@ -60,7 +59,6 @@ def forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 exchange=self.cp_comm_type,
                 scale=self.softmax_scale,
                 window=visible,
-                whole_rows=gradient_row_group() is not None,
             )
             return out.reshape(length, batch, heads * dim)
         copies = getattr(self, "key_copies", 1)
