@@ -18,7 +18,7 @@ from mindspeed_tpi import envs
 from mindspeed_tpi.errors import ContractError, LayoutError
 
 VERSION = 2
-KERNEL_SEMANTICS = 3
+KERNEL_SEMANTICS = 4
 
 Role = Literal["whole", "tensor", "expert"]
 """Who may cut a reduction: nobody, tensor-parallel ranks, or the ranks that share an expert."""

@@ -50,6 +50,7 @@ bool all_below(const i64* values, i64 count, i64 low, i64 limit) {
 // Attention's lines (first query, queries, position, first key, keys) stay within the tokens; on `disjoint`, so do their keys.
 bool lines_valid(const i32* seqs, i64 lines, i64 stride, i64 queries, i64 keys, bool disjoint) {
   std::vector<std::array<i64, 3>> runs;
+  i64 group = -1;  // first key of the line before, if it has any: neighbours that share it are one group
   for (i64 r = 0; r < lines; ++r) {
     const i32* line = seqs + 5 * r;
     for (int i = 0; i < 5; ++i)
@@ -57,7 +58,17 @@ bool lines_valid(const i32* seqs, i64 lines, i64 stride, i64 queries, i64 keys, 
     if (line[1] > 0 && line[0] + (line[1] - i64(1)) * stride >= queries) return false;
     if (line[4] > 0 && line[3] + (line[4] - i64(1)) * stride >= keys) return false;
     if (i64(line[2]) + line[1] > kIntLimit) return false;
-    if (disjoint && line[4] > 0) runs.push_back({line[3] % stride, line[3], line[3] + line[4] * stride});
+    if (!disjoint || line[4] == 0) {
+      group = -1;
+      continue;
+    }
+    const i64 end = line[3] + line[4] * stride;
+    if (group == line[3]) {
+      runs.back()[2] = std::max(runs.back()[2], end);
+    } else {
+      runs.push_back({line[3] % stride, line[3], end});
+    }
+    group = line[3];
   }
   std::sort(runs.begin(), runs.end());
   for (size_t i = 1; i < runs.size(); ++i)

@@ -20,5 +20,5 @@ enum tpi_status {
 namespace tpi {
 constexpr i64 kKvBlock = 128;   // contract.kv_block
 constexpr i64 kLanes = 64;      // contract.lanes
-constexpr int kKernelSemantics = 3;  // contract.kernel_semantics: bump with any change of bits
+constexpr int kKernelSemantics = 4;  // contract.kernel_semantics: bump with any change of bits
 }  // namespace tpi
