@@ -159,6 +159,25 @@ class NumericsContract:
         return fingerprint_of(asdict(self))
 
     @classmethod
+    def ascendc(cls) -> NumericsContract:
+        """The column of Ascend C on Atlas A2 and A3 (docs/ascend.md says why each constant is what it is)."""
+        return cls(
+            family="ascendc",
+            isa="dav-2201",
+            leaf=16384,
+            leaf_order="cube",
+            max_etp=1,
+            max_cp=4,
+            multiply_add="mul-add",
+            transcendental="hardware",
+            subnormals="keep",
+            p_dtype="input",
+            attention_gradient="chain",
+            kv_block=512,
+            segment_blocks=4,
+        )
+
+    @classmethod
     def from_json(cls, text: str) -> NumericsContract:
         """Inverse of `to_json`.
 
@@ -256,7 +275,8 @@ _current: NumericsContract | None = None
 
 
 def current() -> NumericsContract:
-    """The contract of this process: the default with the overrides of `MINDSPEED_TPI_CONTRACT` (JSON, or a path to it)."""
+    """The contract of this process: the default with the overrides of `MINDSPEED_TPI_CONTRACT` (JSON, or a path to it); an
+    override `"family": "ascendc"` starts from that column."""
     global _current
     if _current is None:
         text = envs.CONTRACT.get()
@@ -265,7 +285,9 @@ def current() -> NumericsContract:
                 raise ContractError(f"MINDSPEED_TPI_CONTRACT={text!r} is neither JSON nor a file")
             with open(text, encoding="utf-8") as file:
                 text = file.read()
-        _current = default().overridden(_parse(text)) if text else default()
+        changes = _parse(text) if text else {}
+        column = NumericsContract.ascendc() if changes.get("family") == "ascendc" else default()
+        _current = column.overridden(changes)
     return _current
 
 

@@ -8,7 +8,6 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mindspeed_tpi import contract
+from mindspeed_tpi.contract import NumericsContract
 from mindspeed_tpi.ops.backends import reference
 from tests.ascendc import twin
 from tests.ascendc.twin import KERNELS, Run
@@ -24,30 +24,11 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @pytest.fixture(autouse=True)
-def column(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The reference follows the Ascend column; its exp is the stand-in that docs/ascend.md declares."""
-    column = {"leaf_order": "cube", "multiply_add": "mul-add", "transcendental": "hardware", "subnormals": "keep"}
-    contract.set_current(contract.default().overridden(column))
-    monkeypatch.setattr(reference, "exp32", lambda x: reference.round32(np.exp(x)))
+def column() -> Iterator[None]:
+    """The reference follows the Ascend column."""
+    contract.set_current(NumericsContract.ascendc())
     yield
     contract.set_current(None)
-
-
-@np.errstate(all="ignore")
-def cube_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, leaf: int, leaves: int, out: torch.dtype | None
-) -> Tensor:
-    """linear in the cube's declared order, from the reference's float32 arithmetic."""
-    group = 8 if x.dtype == torch.float32 else 16
-    index, present = reference.cut(x.shape[1], leaf, leaves)
-    products = reference.mul(reference.widen(x)[:, None, index], reference.widen(weight)[None, :, index])
-    products = np.where(present, products, 0)
-    products = np.concatenate([products, np.zeros((*products.shape[:-1], -leaf % group))], axis=-1)
-    groups = reference.tree(products.reshape(*products.shape[:-1], -1, group))
-    y = reference.tree(reference.sum_chain(groups))
-    if bias is not None:
-        y = reference.add(y, reference.widen(bias))
-    return reference.narrow(y, out or x.dtype)
 
 
 def test_twin_follows_the_documented_facts_and_catches_planted_faults() -> None:
@@ -102,7 +83,7 @@ def test_linear(
     k = leaf * leaves - min(short, leaf - 1)
     x, weight, bias = normal((m, k), dtype, 3), normal((n, k), dtype, 4), normal((n,), dtype, 5) if biased else None
     assert torch.equal(
-        twin.linear(x, weight, bias, leaf, leaves, out, run)[0], cube_linear(x, weight, bias, leaf, leaves, out)
+        twin.linear(x, weight, bias, leaf, leaves, out, run)[0], reference.linear(x, weight, bias, leaf, leaves, out)
     )
 
 

@@ -36,7 +36,16 @@ DEVICE = "cpu"
 
 
 def check(contract: NumericsContract) -> None:
-    """Every contract can be followed."""
+    """Refuse what no machine does; every other contract can be followed.
+
+    Raises:
+        BackendError: subnormals flushed where none are.
+    """
+    if contract.subnormals == "flush" and contract.isa not in _TINY:
+        raise BackendError(
+            f"subnormals='flush' with isa={contract.isa!r}: where tininess begins is known of {', '.join(_TINY)} only; set "
+            "subnormals='keep' in MINDSPEED_TPI_CONTRACT"
+        )
 
 
 def describe() -> dict[str, Any]:
