@@ -69,6 +69,11 @@ CHECK_EVERY = Flag(
     "Mode `strict`: N checks every N-th forward pass of a model in training and its backward pass, and every N-th step of an engine, "
     "for operators that add up outside the contract. `0`: only the first.",
 )
+VERIFIED = Flag(
+    "MINDSPEED_TPI_VERIFIED",
+    "~/.cache/mindspeed_tpi/verified",
+    "Directory of the records that `mindspeed-tpi verify` leaves, one a backend; mode `strict` asks for them where a backend is not ours.",
+)
 LOG = Flag(
     "MINDSPEED_TPI_LOG", "warning", "Log level of the `mindspeed_tpi` logger.", ("debug", "info", "warning", "error")
 )
@@ -80,7 +85,7 @@ GRADIENT_GROUPS = Flag(
     "and expert-data-parallel size (docs/invariance.md states what it asks and costs). `0`: off.",
 )
 
-FLAGS = (MODE, BACKEND, CONTRACT, AUDIT, CHECK_EVERY, LOG, GRADIENT_GROUPS)
+FLAGS = (MODE, BACKEND, CONTRACT, AUDIT, CHECK_EVERY, VERIFIED, LOG, GRADIENT_GROUPS)
 
 
 def strict() -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from mindspeed_tpi import __version__
-from mindspeed_tpi.cli import demo, demo_moe, doctor, logdiff, parity
+from mindspeed_tpi.cli import demo, demo_moe, doctor, logdiff, parity, verify
 from mindspeed_tpi.errors import ContractError, InputError, LayoutError, ParityError
 
 NOT_EXACT, BAD_INPUT, FAILED = 1, 2, 3
@@ -34,7 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for module in (parity, doctor, logdiff, demo, demo_moe):
+    for module in (parity, verify, doctor, logdiff, demo, demo_moe):
         name = module.__name__.rpartition(".")[2].replace("_", "-")
         summary = (module.__doc__ or "").strip().partition("\n")[0]
         command = commands.add_parser(name, help=summary, description=module.__doc__, allow_abbrev=False)

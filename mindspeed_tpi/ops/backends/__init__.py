@@ -5,6 +5,7 @@ A backend is a module with
 - one function per operator of `ops/table.py` that it serves, with the row's positional parameters;
 - `DEVICE`: the `torch.device` type of the operands it takes;
 - `CHECKS_OPERANDS` (optional, default False): its functions refuse by themselves what `ops/checks.py` refuses;
+- `SLOW` (optional, default False): too slow for a real model's sizes, so that `verify` does not ask for them;
 - `check(contract)`: raise `BackendError` for a contract constant it cannot follow;
 - `describe() -> dict`: what it runs on (library, CPU features), for reports.
 
@@ -24,6 +25,7 @@ from typing import Any
 
 from mindspeed_tpi import contract, envs
 from mindspeed_tpi.errors import BackendError
+from mindspeed_tpi.ops.backends import record
 from mindspeed_tpi.ops.checks import checked
 
 logger = logging.getLogger("mindspeed_tpi")
@@ -78,8 +80,14 @@ def load(name: str) -> Backend:
 
 
 def use(name: str) -> Backend:
-    """Make a backend the one of its type of device in this process."""
+    """Make a backend the one of its type of device in this process.
+
+    Raises:
+        BackendError: as `load`; in strict mode also a backend that needs a record of `mindspeed-tpi verify` and has none that holds.
+    """
     backend = load(name)
+    if envs.strict():
+        record.require(name, backend.module, contract.current())
     _active[backend.device] = backend
     _kernels.clear()
     return backend
