@@ -129,7 +129,7 @@ def linear_dw(b: Bench) -> Iterator[Finding]:
         def add(
             g: Tensor, batch: int, first: int, last: int, dy: Tensor = dy, x: Tensor = x, spans: int = 1
         ) -> list[Tensor]:
-            return b.run("linear_dw", _rows_of(dy, first, last), _rows_of(x, first, last), g, batch, None, spans)
+            return b.run("linear_dw", _rows_of(dy, first, last), _rows_of(x, first, last), g, batch, None, spans, False)
 
         yield from _by_micro_batch("linear_dw", add, grad, tokens, name)
         whole = add(grad, 4, 0, 4)
@@ -148,6 +148,12 @@ def linear_dw(b: Bench) -> Iterator[Finding]:
                     whole,
                     f"{name} columns of the weight over {tp}",
                 )
+        nothing = torch.zeros_like(grad)
+        row, first = b.normal(40, n), b.normal(40, k)
+        once = b.run("linear_dw", row, first, nothing, 1, None, 1, False)
+        begun = b.run("linear_dw", row[:16], first[:16], nothing, 1, None, 1, True)[0]
+        carried = b.run("linear_dw", row[16:], first[16:], begun, 1, None, 1, True)
+        yield equal("linear_dw", "chunk", carried, once, f"{name}: a row in two pieces")
         found = add(torch.zeros_like(grad[:48]), 4, 0, 4, dy[:, :48])[0]
         yield _matrix_accuracy("linear_dw", found, dy[:, :48].T, x.T, tokens + 4, name)
 
