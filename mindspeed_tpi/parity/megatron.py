@@ -232,13 +232,7 @@ def build_model(
         # the checkpoint's own constants, also where Megatron-core has no field; and positions for a row's padding
         rows = -(-rope.max_position // layout.row_multiple) * layout.row_multiple
         model.rotary_pos_emb.rope_config = replace(rope, max_position=rows)
-    model = model.to(profile.torch_dtype)
-    for module in model.modules():
-        if getattr(module, "expert_bias", None) is not None:
-            module.expert_bias.data = (
-                module.expert_bias.float()
-            )  # Megatron-core keeps it f32, and so does the checkpoint
-    return model
+    return model.to(profile.torch_dtype)
 
 
 def transformer_config(profile: Profile, layout: Layout) -> Any:

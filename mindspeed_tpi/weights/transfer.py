@@ -17,7 +17,8 @@ from mindspeed_tpi.weights.names import EMBEDDING, HEAD, Names
 
 
 def load(model: Model, checkpoint: str | Path) -> None:
-    """Fill a GPTModel from a safetensors checkpoint, tensor by tensor; values are rounded to the parameters' dtype.
+    """Fill a GPTModel from a safetensors checkpoint, tensor by tensor; values are rounded to the parameters' dtype (a
+    router's expert bias stays f32).
 
     Rows of the embedding and the output projection beyond the model's vocabulary are padding, and left out.
 
@@ -38,6 +39,10 @@ def load(model: Model, checkpoint: str | Path) -> None:
         mtp = int(config.moe_router_score_function == "sigmoid")  # a Glm4-MoE checkpoint may hold one such layer
         files.require(found, expected, config.num_layers, mtp)
         for entry in mapping:
+            if entry.name.endswith(
+                "router.expert_bias"
+            ):  # kept in f32 by Megatron-core, whatever the model was cast to
+                entry.parameter.data = entry.parameter.data.float()
             parts = [files.read(found[name]) for name, _ in entry.tensors]
             entry.view(entry.parameter).copy_(entry.shard(entry.merge(parts)))
 

@@ -38,42 +38,68 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from mindspeed_tpi import contract, weights
 
 VOCAB, EXPERTS = 100, 8
+EXPERT_FIELDS = {
+    "num_moe_experts": EXPERTS, "moe_router_topk": 2, "moe_ffn_hidden_size": 64, "moe_router_dtype": "fp32",
+    "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0, "moe_token_dispatcher_type": "alltoall",
+}  # fmt: skip
+# family -> fields of the TransformerConfig that differ, arguments of the GPTModel that differ
+FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "llama": ({}, {}),
+    "qwen2": ({"add_qkv_bias": True, "kv_channels": 16}, {}),
+    "mistral": ({"window_size": (15, 0)}, {}),
+    "dense": ({"qk_layernorm": True}, {"share_embeddings_and_output_weights": True}),
+    "moe": ({"qk_layernorm": True, **EXPERT_FIELDS}, {}),
+    "mixtral": (EXPERT_FIELDS, {}),
+    "qwen2-moe": (
+        {
+            "add_qkv_bias": True, "kv_channels": 16, "moe_router_pre_softmax": True, "moe_shared_expert_intermediate_size": 128,
+            "moe_shared_expert_gate": True, **EXPERT_FIELDS,
+        },
+        {},
+    ),
+    "glm4-moe": (
+        EXPERT_FIELDS | {
+            "qk_layernorm": True, "add_qkv_bias": True, "moe_layer_freq": [0, 1], "moe_router_topk": 4,
+            "moe_router_score_function": "sigmoid", "moe_router_num_groups": 4, "moe_router_group_topk": 2,
+            "moe_router_topk_scaling_factor": 2.5, "moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.0,
+            "moe_shared_expert_intermediate_size": 128,
+        },
+        {"rotary_percent": 0.5},
+    ),
+}  # fmt: skip
 
 
 def config(job: dict[str, Any]) -> TransformerConfig:
     layout = job["layout"]
-    moe = {
-        "num_moe_experts": EXPERTS, "moe_router_topk": 2, "moe_ffn_hidden_size": 64, "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0, "moe_token_dispatcher_type": "alltoall",
-    }  # fmt: skip
-    made = TransformerConfig(
-        num_layers=2, hidden_size=64, num_attention_heads=4, num_query_groups=2, kv_channels=32, ffn_hidden_size=96,
-        layernorm_epsilon=1e-6, normalization="RMSNorm", qk_layernorm=True, gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu, add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0,
-        params_dtype=torch.bfloat16, bf16=True, use_cpu_initialization=True, bias_activation_fusion=False,
-        bias_dropout_fusion=False, masked_softmax_fusion=False, calculate_per_token_loss=True,
-        perform_initialization=job.get("initialize", True),
-        tensor_model_parallel_size=layout.get("tp", 1), sequence_parallel=layout.get("tp", 1) > 1,
-        expert_model_parallel_size=layout.get("ep", 1), expert_tensor_parallel_size=layout.get("etp", 1),
-        **(moe if job["kind"] == "moe" else {}),
-    )  # fmt: skip
+    made = TransformerConfig(**{
+        "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 32, "ffn_hidden_size": 96,
+        "layernorm_epsilon": 1e-6, "normalization": "RMSNorm", "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu, "add_bias_linear": False, "hidden_dropout": 0.0, "attention_dropout": 0.0,
+        "params_dtype": torch.bfloat16, "bf16": True, "use_cpu_initialization": True, "bias_activation_fusion": False,
+        "bias_dropout_fusion": False, "masked_softmax_fusion": False, "calculate_per_token_loss": True,
+        "perform_initialization": job.get("initialize", True),
+        "tensor_model_parallel_size": layout.get("tp", 1), "sequence_parallel": layout.get("tp", 1) > 1,
+        "expert_model_parallel_size": layout.get("ep", 1), "expert_tensor_parallel_size": layout.get("etp", 1),
+        **FAMILIES[job["kind"]][0],
+    })  # fmt: skip
     made.unpadded_vocab_size = VOCAB
     return made
 
 
-def spec(job: dict[str, Any]) -> ModuleSpec:
+def layer(settings: TransformerConfig, experts: bool) -> ModuleSpec:
+    norm = WrappedTorchNorm if settings.qk_layernorm else None
     attention = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear, core_attention=DotProductAttention, linear_proj=RowParallelLinear,
-        q_layernorm=WrappedTorchNorm, k_layernorm=WrappedTorchNorm,
+        q_layernorm=norm, k_layernorm=norm,
     )  # fmt: skip
     dense = ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
-    moe = get_moe_module_spec(use_te=False, num_experts=EXPERTS, moe_grouped_gemm=False)
     return ModuleSpec(
         TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -81,10 +107,16 @@ def spec(job: dict[str, Any]) -> ModuleSpec:
             self_attention=ModuleSpec(SelfAttention, {"attn_mask_type": AttnMaskType.causal}, attention),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=WrappedTorchNorm,
-            mlp=moe if job["kind"] == "moe" else dense,
+            mlp=get_moe_module_spec(use_te=False, num_experts=EXPERTS, moe_grouped_gemm=False) if experts else dense,
             mlp_bda=get_bias_dropout_add,
         ),
     )
+
+
+def spec(settings: TransformerConfig) -> TransformerBlockSubmodules:
+    frequency = settings.moe_layer_freq if settings.num_moe_experts else [0, 0]
+    experts = [1, 1] if frequency == 1 else frequency
+    return TransformerBlockSubmodules([layer(settings, bool(e)) for e in experts], layer_norm=WrappedTorchNorm)
 
 
 def groups(layout: dict[str, int]) -> None:
@@ -105,9 +137,9 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     groups(layout)
     settings = config(job)
     rows = contract.current().padded_vocab(VOCAB) if layout.get("tp", 1) > 1 else VOCAB
+    arguments = {"share_embeddings_and_output_weights": False} | FAMILIES[job["kind"]][1]
     model = GPTModel(
-        settings, spec(job), rows, 64, position_embedding_type="rope", rotary_base=1e6,
-        share_embeddings_and_output_weights=job["kind"] == "dense",
+        settings, spec(settings), rows, 64, position_embedding_type="rope", rotary_base=1e6, **arguments
     ).bfloat16()  # fmt: skip
     weights.load(model, job["model"])
     distributed = options.get("distributed", True)
@@ -133,7 +165,8 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
 
     record = torch.load(job["record"])
     tokens, scored, engine = (record[name] for name in ("tokens", "scored", "logprobs"))
-    tokens, scored, engine = (x[:, : job.get("length", x.shape[1])].contiguous() for x in (tokens, scored, engine))
+    kept = (slice(job.get("rows", len(tokens))), slice(job.get("length", tokens.shape[1])))
+    tokens, scored, engine = (x[kept].contiguous() for x in (tokens, scored, engine))
     ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
     own = list(range(len(tokens)))[rank * len(tokens) // ranks : (rank + 1) * len(tokens) // ranks]
     positions = torch.arange(tokens.shape[1]).unsqueeze(0)
@@ -181,7 +214,7 @@ def gradients(ddp: Any, sharded: bool) -> dict[str, str]:
             saved.append((bucket.grad_data, bucket.grad_data.clone()))
             shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
             dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
-    found = digest(weights.hf_tensors(ddp.module, lambda parameter: parameter.main_grad))
+    found = digest(weights.hf_tensors(ddp.module, lambda parameter: getattr(parameter, "main_grad", None)))
     for data, before in saved:
         data.copy_(before)
     return found

@@ -17,12 +17,16 @@ import torch
 from safetensors.torch import save_file
 
 from mindspeed_tpi.parity.rollout import Rollout
-from tests.models import random_prompts, random_weights, write_model
+from tests.models import MOE_FAMILIES, random_prompts, random_weights, write_model
 from tests.parity.conftest import run_jobs
 
 LENGTH = 48
 PLAIN, OVERLAP = {"distributed": False}, {"overlap": True}
 REPLICATED_OVERLAP = {"distributed": False, "overlap": True}
+KINDS = {  # name in the scenarios → family
+    "dense": "qwen3", "moe": "qwen3-moe", "llama": "llama", "qwen2": "qwen2", "mistral": "mistral", "mixtral": "mixtral",
+    "qwen2-moe": "qwen2-moe", "glm4-moe": "glm4-moe",
+}  # fmt: skip
 SCENARIOS: dict[int, dict[str, dict[str, Any]]] = {
     1: {
         "dense": {"kind": "dense", "layout": {}},
@@ -41,6 +45,7 @@ SCENARIOS: dict[int, dict[str, dict[str, Any]]] = {
         "moe tp=2 copies, uninitialised": {"kind": "moe", "layout": {"tp": 2}, "options": PLAIN, "initialize": False},
         "dense grouped dp=2": {"kind": "dense", "layout": {}, "groups": 4, "options": OVERLAP},
         "dense grouped dp=2 replicated": {"kind": "dense", "layout": {}, "groups": 4, "options": REPLICATED_OVERLAP},
+        "moe grouped dp=2": {"kind": "moe", "layout": {}, "groups": 4},
         "moe grouped dp=2,ep=2": {"kind": "moe", "layout": {"ep": 2}, "groups": 4, "options": OVERLAP},
         "moe grouped dp=2,etp=2": {"kind": "moe", "layout": {"etp": 2}, "groups": 4},
         "head": {"kind": "dense", "layout": {"tp": 2}, "head": True},
@@ -53,6 +58,17 @@ SCENARIOS: dict[int, dict[str, dict[str, Any]]] = {
         "moe grouped tp=2,dp=2,etp=2,ep=2": {"kind": "moe", "layout": {"tp": 2, "ep": 2, "etp": 2}, "groups": 4},
     },
 }
+for kind in list(KINDS)[2:]:  # the other families: one step on half of the rows, in every layout of two ranks
+    shared = {"kind": kind, "groups": 4, "rows": 4, "steps": 1}
+    experts = KINDS[kind] in MOE_FAMILIES
+    SCENARIOS[1][f"{kind} grouped"] = shared | {"layout": {}}
+    SCENARIOS[2] |= {
+        f"{kind} grouped tp=2{',ep=2' * experts}": shared
+        | {"layout": {"tp": 2, "ep": 1 + experts}, "options": OVERLAP},
+        f"{kind} grouped dp=2": shared | {"layout": {}},
+    }
+    if experts:
+        SCENARIOS[2][f"{kind} grouped dp=2,ep=2"] = shared | {"layout": {"ep": 2}, "options": OVERLAP}
 
 
 def equal_to(name: str) -> str:
@@ -66,8 +82,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[st
     directory = tmp_path_factory.mktemp("user")
     sizes = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 96, "vocab": 100}
     jobs = []
-    for kind, family in (("dense", "qwen3"), ("moe", "qwen3-moe")):
-        model = write_model(directory / kind, family, **sizes, max_positions=64, experts=8, topk=2, moe_ffn=64)  # type: ignore[arg-type]
+    for kind, family in KINDS.items():
+        topk = 4 if family == "glm4-moe" else 2
+        model = write_model(
+            directory / kind, family, **sizes, max_positions=64, experts=8, topk=topk, moe_ffn=64, window=16
+        )  # type: ignore[arg-type]
         if kind == "dense":
             hf = json.loads((model / "config.json").read_text()) | {"tie_word_embeddings": True}
             (model / "config.json").write_text(json.dumps(hf))
@@ -83,7 +102,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[st
         }
         jobs.append({"request": request, "out": str(directory / f"{kind}.safetensors")})
     run_jobs(jobs, directory)
-    for kind in ("dense", "moe"):
+    for kind in KINDS:
         torch.save(_padded(Rollout.load(directory / f"{kind}.safetensors")), directory / f"{kind}.pt")
     done: dict[int, dict[str, Any]] = {}
 

@@ -31,6 +31,14 @@ def test_logprobs_are_those_of_the_plain_model(trainer: Build, family: str, dtyp
     assert same_bits(t.logprobs(rollout), plain_logprobs(t, rollout.sequences))
 
 
+def test_a_models_cast_leaves_the_expert_bias_in_f32(trainer: Build) -> None:
+    """Upstream's own forward pass sees to it: its updates are smaller than what bf16 resolves."""
+    t = trainer("glm4-moe", **SIZES)
+    t.model.bfloat16()
+    t.logprobs(rollout_for(t))
+    assert {router.expert_bias.dtype for router in routers(t)} == {torch.float32}
+
+
 def test_selective_recompute_changes_nothing(trainer: Build) -> None:
     t = trainer("qwen2-moe", **SIZES)
     rollout = rollout_for(t)

@@ -89,7 +89,9 @@ def _layer(self: Any, hidden: Tensor, parameters: tuple[list[Tensor], list[Tenso
         batch=batch,
         row_group=gradient_row_group(),
     ).flatten(0, 1)
-    bias = None if router.expert_bias is None else router.expert_bias.float()
+    bias = router.expert_bias
+    if bias is not None:
+        bias.data = bias.data.float()  # as upstream's own forward pass keeps it after the model was cast
     weights, ids = ops.moe_route(logits, expert_bias=bias, **routing(config))
     _count(router, ids)
     _check_replay(router, ids)
