@@ -1,4 +1,4 @@
-"""Megatron-core's distributed checkpoints carry the contract's fingerprint and refuse another; bits survive the way."""
+"""Megatron-core's checkpoints, distributed and `torch.save`d, carry the contract's fingerprint and refuse another; bits survive the way."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from mindspeed_tpi import contract, contract_of
 from mindspeed_tpi.errors import ContractError
 from mindspeed_tpi.parity.trainer import Trainer
-from mindspeed_tpi.patches.megatron_core.dist_checkpointing import serialization
+from mindspeed_tpi.patches.megatron_core import _checkpoint
 from tests.patches.megatron_core.conftest import rollout_for, same_bits
 
 
@@ -25,14 +25,14 @@ def test_a_checkpoint_carries_its_contract(
     from megatron.core import dist_checkpointing
 
     t = trainer("llama-tied")
-    monkeypatch.setattr(serialization, "BUILT", WeakSet([t.model]))  # other tests' models may still live
+    monkeypatch.setattr(_checkpoint, "BUILT", WeakSet([t.model]))  # other tests' models may still live
     before = t.logprobs(rollout_for(t))
     saved = tmp_path / "saved"
     saved.mkdir()
     state = {"model": t.model.sharded_state_dict(), "iteration": 3}
     dist_checkpointing.save(state, str(saved))
     assert set(state) == {"model", "iteration"}
-    document = torch.load(saved / "common.pt", weights_only=False)[serialization.KEY]
+    document = torch.load(saved / "common.pt", weights_only=False)[_checkpoint.KEY]
     assert document["fingerprint"] == contract_of(t.model).fingerprint
     assert document["contract"] == json.loads(contract_of(t.model).to_json())
 
@@ -67,12 +67,35 @@ def test_a_checkpoint_carries_its_contract(
         contract.set_current(None)
 
     common = torch.load(saved / "common.pt", weights_only=False)
-    common[serialization.KEY]["contract"]["leaf"] = 64
+    common[_checkpoint.KEY]["contract"]["leaf"] = 64
     torch.save(common, saved / "common.pt")
     with pytest.raises(ContractError, match="is not that of its contract"):
         load(saved)
-    del common[serialization.KEY]
+    del common[_checkpoint.KEY]
     torch.save(common, saved / "common.pt")
     with caplog.at_level(logging.WARNING, "mindspeed_tpi"):
         load(saved)
     assert "carries no numerics contract" in caplog.text
+
+
+def test_a_state_dict_carries_its_contract(
+    trainer: Callable[..., Trainer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron-LM's format `torch`: `state_dict_for_save_checkpoint`, `torch.save`, `load_state_dict`."""
+    from megatron.core.transformer.module import Float16Module
+
+    t = trainer("llama-tied")
+    model = Float16Module(t.model.config, t.model)
+    torch.save({"model": model.state_dict_for_save_checkpoint(), "iteration": 3}, tmp_path / "legacy.pt")
+    state = torch.load(tmp_path / "legacy.pt", weights_only=True)["model"]
+    assert list(state) == list(torch.nn.Module.state_dict(t.model))
+    model.load_state_dict(state)
+    whole = t.model.rotary_pos_emb.rope_config
+    t.model.rotary_pos_emb.rope_config = replace(whole, theta=5.0)
+    with pytest.raises(ContractError, match=r"state dict of a GPTModel.* another .*rope_table \(here"):
+        model.load_state_dict(state)
+    t.model.rotary_pos_emb.rope_config = whole
+    monkeypatch.setattr(contract, "_current", replace(contract.current(), leaf=64))
+    with pytest.raises(ContractError, match=r"leaf \(here 64, there 128\)"):
+        model.load_state_dict(state)
+    model.load_state_dict(dict(state))  # weights from elsewhere

@@ -6,15 +6,11 @@ import inspect
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
-from weakref import WeakSet
 
 from mindspeed_tpi import ops
-from mindspeed_tpi.patches.megatron_core import _coverage
+from mindspeed_tpi.patches.megatron_core import _checkpoint, _coverage
 from mindspeed_tpi.patches.megatron_core.support import UNTIL, VERSIONS, check_vocab, outside, served
 from mindspeed_tpi.patching import Patch
-
-BUILT: WeakSet[Any] = WeakSet()
-"""The served GPTModels of this process."""
 
 
 def init(original: Callable[..., None]) -> Callable[..., None]:
@@ -34,8 +30,9 @@ def init(original: Callable[..., None]) -> Callable[..., None]:
         model = bound.arguments["self"]
         if ours and hasattr(model, "rotary_pos_emb"):
             model.rotary_pos_emb.rope_config = rope_config(model, bound.arguments)
-            BUILT.add(model)
+            _checkpoint.BUILT.add(model)
         if ours:
+            _checkpoint.attach(model)
             _coverage.built(model)
 
     return gpt_model_init
