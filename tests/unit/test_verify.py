@@ -172,7 +172,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert not list(tmp_path.iterdir())  # a part of a run leaves no record
     for arguments, word in (
         (["--op", "expp"], "no operator expp"),
-        (["--backend", "none"], "registered: cpu"),
+        (["--backend", "none"], "registered: ascendc-twin, cpu"),
         (["--op", "exp", "--kit", "x.tar.gz"], "drop --op"),
         (["--model", str(tmp_path)], "no config.json"),
     ):

@@ -254,6 +254,13 @@ TWIN_SCALAR(Mins, twin::Minimum(a, s))
   void NAME(const LocalTensor<T>& dst, const LocalTensor<T>& src, const int32_t& count, int line = __builtin_LINE()) {          \
     twin::Instruction by(#NAME, PIPE_V, line);                                                                                  \
     twin::Unary(by, dst, src, twin::Counted(count), {}, COST, [](float a) { return twin::Canonical(EXPRESSION); });             \
+  }                                                                                                                             \
+  template <typename T, bool isSetMask = true>                                                                                  \
+  void NAME(const LocalTensor<T>& dst, const LocalTensor<T>& src, uint64_t mask, const uint8_t repeatTime,                      \
+            const UnaryRepeatParams& p, int line = __builtin_LINE()) {                                                          \
+    twin::Instruction by(#NAME, PIPE_V, line);                                                                                  \
+    twin::Unary(by, dst, src, twin::FirstLanes(by, mask, repeatTime, 4), p, COST,                                               \
+                [](float a) { return twin::Canonical(EXPRESSION); });                                                           \
   }
 TWIN_UNARY(Exp, 2, float(std::exp(double(a))))
 TWIN_UNARY(Ln, 2, float(std::log(double(a))))

@@ -55,6 +55,7 @@ class Backend:
 def available() -> dict[str, str]:
     """Name to module path of every registered backend."""
     return {point.name: point.value for point in metadata.entry_points(group=ENTRY_POINTS)} | {
+        "ascendc-twin": "mindspeed_tpi.ops.backends.ascendc_twin",
         "cpu": "mindspeed_tpi.ops.backends.cpu",
         "reference": "mindspeed_tpi.ops.backends.reference",
     }
@@ -106,7 +107,7 @@ def active(device: str = "cpu") -> Backend:
     if name != "auto" and load(name).device == device:
         return use(name)
     if device != "cpu":
-        for candidate in sorted(available().keys() - {"cpu", "reference"}):
+        for candidate in sorted(available().keys() - {"ascendc-twin", "cpu", "reference"}):
             if load(candidate).device == device:
                 return use(candidate)
         raise BackendError(
