@@ -16,6 +16,7 @@ from mindspeed_tpi import contract, contract_of
 from mindspeed_tpi.errors import ContractError
 from mindspeed_tpi.parity.trainer import Trainer
 from mindspeed_tpi.patches.megatron_core import _checkpoint
+from mindspeed_tpi.patches.megatron_core.dist_checkpointing import serialization
 from tests.patches.megatron_core.conftest import rollout_for, same_bits
 
 
@@ -25,7 +26,7 @@ def test_a_checkpoint_carries_its_contract(
     from megatron.core import dist_checkpointing
 
     t = trainer("llama-tied")
-    monkeypatch.setattr(_checkpoint, "BUILT", WeakSet([t.model]))  # other tests' models may still live
+    monkeypatch.setattr(serialization, "BUILT", WeakSet([t.model]))  # other tests' models may still live
     before = t.logprobs(rollout_for(t))
     saved = tmp_path / "saved"
     saved.mkdir()
