@@ -21,6 +21,7 @@ def logprobs(
     entropy: bool = False,
     model: Any = None,
     group: Any = None,
+    vocab: int | None = None,
 ) -> Any:
     """log softmax(logits / temperature) at the labels, differentiable in scores and weight.
 
@@ -35,6 +36,7 @@ def logprobs(
         entropy: also return the entropy of each place.
         model: the Megatron-core GPTModel (wrapped or not) that made the logits; says over which ranks the vocabulary is spread.
         group: that process group, for models of another make: rank r holds the columns after rank r − 1's.
+        vocab: existing rows of the whole `weight`, the others being padding (default: the model's; without one, all exist).
 
     Returns:
         f32 of the labels' shape, or (logprob, entropy), the same on every rank.
@@ -62,13 +64,19 @@ def logprobs(
         found = flat if entropy else (flat,)
         results = [value.view(labels.shape) for value in found]
     else:
-        results = _fused(scores, weight, tokens, scale, entropy, group)
+        results = _fused(scores, weight, tokens, scale, entropy, group, _vocab(model) if vocab is None else vocab)
     results[0] = torch.where(counts, results[0], torch.zeros((), dtype=results[0].dtype, device=results[0].device))
     return (results[0], results[1]) if entropy else results[0]
 
 
 def _fused(
-    hidden: Tensor, weight: Tensor, tokens: Tensor, scale: Tensor | None, entropy: bool, group: Any
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    scale: Tensor | None,
+    entropy: bool,
+    group: Any,
+    vocab: int | None,
 ) -> list[Tensor]:
     """Through the fused head, whose weight gradient sums row by row: tokens go in as [length, batch]."""
     if hidden.shape[-1] != weight.shape[-1]:
@@ -88,6 +96,7 @@ def _fused(
         temperature=None if scale is None else by_position(scale),
         entropy=entropy,
         group=group,
+        vocab=vocab,
         batch=batch,
     )
     found = flat if entropy else (flat,)
@@ -112,6 +121,17 @@ def _group(model: Any, group: Any) -> Any:
                 "spread (group of one rank: these logits are whole)"
             )
     return group
+
+
+def _vocab(model: Any) -> int | None:
+    """Existing rows of a model's output projection; None: all."""
+    if model is None:
+        return None
+    from mindspeed_tpi.parity.check import gpt_model
+    from mindspeed_tpi.patches.megatron_core.support import real_vocab
+
+    inner = gpt_model(model)
+    return real_vocab(inner.config, inner.vocab_size)
 
 
 def _scale(temperature: float | Tensor, labels: Tensor) -> Tensor | None:

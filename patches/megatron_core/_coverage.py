@@ -15,7 +15,7 @@ from mindspeed_tpi.patches.megatron_core.transformer.torch_norm import RMSNorm
 
 _CORE = "megatron.core."
 _KEPT = {
-    "models.gpt.gpt_model:GPTModel": ("_preprocess", "_postprocess", "shared_embedding_or_output_weight"),
+    "models.gpt.gpt_model:GPTModel": ("_preprocess", "shared_embedding_or_output_weight"),
     "models.common.language_module.language_module:LanguageModule": (
         "compute_language_model_loss",
         "shared_embedding_or_output_weight",

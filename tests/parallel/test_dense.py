@@ -191,7 +191,7 @@ def test_norm(ranks: Ranks, size: int, dtype: torch.dtype, kind: str) -> None:
 V, L = 500, 40
 
 
-def _head(mesh: Mesh, temperature: float | None, entropy: bool, fused: bool) -> dict[str, Tensor]:
+def _head(mesh: Mesh, temperature: float | None, entropy: bool, form: str) -> dict[str, Tensor]:
     """Embedding, output projection and cross entropy over a padded vocabulary."""
     n, r = mesh.size, mesh.rank
     group = mesh.group() if n > 1 else None
@@ -200,13 +200,20 @@ def _head(mesh: Mesh, temperature: float | None, entropy: bool, fused: bool) -> 
     mine = table.chunk(n)[r]
     ids = torch.randint(V, (B, L), generator=torch.Generator().manual_seed(1))
     embedding, head = leaf(mine), leaf(mine.flip(1))
+    sp = n > 1 and form != "public"
     x = vocab_parallel_embedding(
-        embedding, ids, group=group, vocab_start=r * mine.shape[0], vocab_size=V, sequence_parallel=n > 1
+        embedding, ids, group=group, vocab_start=r * mine.shape[0], vocab_size=V, sequence_parallel=sp
     )
-    x = x if n > 1 else x.transpose(0, 1).contiguous()
+    x = x if sp else x.transpose(0, 1).contiguous()
     t = None if temperature is None else torch.tensor([temperature])
-    tokens, sp = ids.t().flatten(), n > 1
-    if fused:
+    tokens = ids.t().flatten()
+    if form == "public":
+        scale = 1.0 if t is None else t
+        logprob = logprobs(
+            x.transpose(0, 1), ids, weight=head, temperature=scale, entropy=entropy, group=group, vocab=V
+        )
+        found = tuple(part.t().flatten() for part in logprob) if entropy else logprob.t().flatten()
+    elif form == "fused":
         options: Any = {"group": group, "sequence_parallel": sp, "vocab": V, "batch": B, "chunk": 16}
         found = linear_logprob(x.flatten(0, 1), head, tokens, temperature=t, entropy=entropy, **options)
     else:
@@ -234,12 +241,12 @@ def _head(mesh: Mesh, temperature: float | None, entropy: bool, fused: bool) -> 
 
 
 @pytest.mark.parametrize("size", [1, *SIZES])
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("form", ["logits", "fused", "public"])
 @pytest.mark.parametrize(("temperature", "entropy"), [(None, False), (0.7, True)])
-def test_vocabulary(ranks: Ranks, size: int, fused: bool, temperature: float | None, entropy: bool) -> None:
+def test_vocabulary(ranks: Ranks, size: int, form: str, temperature: float | None, entropy: bool) -> None:
     """The fused head, in chunks of a row, is the two steps of one rank: results, and gradients of both ends."""
-    (wanted,) = ranks(1, _head, temperature, entropy, False)
-    got = ranks(size, _head, temperature, entropy, fused)
+    (wanted,) = ranks(1, _head, temperature, entropy, "logits")
+    got = ranks(size, _head, temperature, entropy, form)
     for name in ("logprob", "entropy"):
         assert all(torch.equal(g[name], wanted[name]) for g in got)
     for name in ("embedding", "head"):

@@ -89,6 +89,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "train": "tp=2,sp=1,ep=2",
         "config": {"moe_token_dispatcher_type": "flex"},
     },
+    **{
+        f"{model} {train} fused head": {"model": model, "train": train, "fused_head": True}
+        for model, train in (
+            ("llama-tied", "tp=1"),
+            ("qwen3", "tp=2,sp=1"),
+            ("llama-tied", "pp=2"),
+            ("qwen3", "cp=2"),
+            ("qwen3", "tp=2,sp=1,cp=2"),
+        )
+    },
 }
 GROUPED = {
     "qwen3": [
@@ -173,9 +183,8 @@ def promise(job: dict[str, Any]) -> tuple[Any, ...]:
     if "groups" in job:
         return job["model"], "groups"
     layout = Layout.parse(job["train"], "train")
-    exchange = "" if layout.cp == 1 else ("a2a" if layout.cp_type == "a2a" else "gather")
     expert_dp = layout.ranks // (layout.ep * layout.etp * layout.pp) if "mo" in job["model"] else 0
-    return job["model"], layout.dp, layout.cp, exchange, expert_dp
+    return job["model"], layout.dp, layout.cp, expert_dp
 
 
 @pytest.fixture(scope="session")
@@ -277,6 +286,14 @@ def test_gradients_and_the_step(results: Callable[[int], dict[str, Result]]) -> 
             differing = [n for n in wanted[what] if got[what][n] != wanted[what][n]]
             assert not differing, f"{what} of {name} and {other} differ in {differing}"
     assert compared >= 20
+
+
+def test_the_fused_head_runs(results: Callable[[int], dict[str, Result]]) -> None:
+    """Its jobs take the loss of a row in several chunks."""
+    one = results(1)
+    assert one["llama-tied tp=1 fused head"]["chunks"] > one["llama-tied tp=1"]["chunks"]
+    for name in ("qwen3 tp=2,sp=1", "qwen3 cp=2"):
+        assert results(2)[f"{name} fused head"]["chunks"] > results(2)[name]["chunks"], name
 
 
 def test_gradients_can_differ(results: Callable[[int], dict[str, Result]]) -> None:

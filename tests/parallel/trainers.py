@@ -2,7 +2,7 @@
 
     python -m torch.distributed.run --nproc-per-node N -m tests.parallel.trainers JOBS.json OUT.pt
 
-JOBS holds a list of {name, model, train, micro_batch, groups, config (fields of TransformerConfig)} or {name, model, train,
+JOBS holds a list of {name, model, train, micro_batch, groups, fused_head (the loss in chunks), config (fields of TransformerConfig)} or {name, model, train,
 rollouts}; OUT a dictionary name → result of rank 0.
 """
 
@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_tpi import envs
+from mindspeed_tpi.ops import backends
+from mindspeed_tpi.parallel import logprob
 from mindspeed_tpi.parity.compare import compare
 from mindspeed_tpi.parity.megatron import import_megatron
 from mindspeed_tpi.parity.request import Request
@@ -38,14 +40,17 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     os.environ[envs.GRADIENT_GROUPS.name] = str(job.get("groups", 0))
     with megatron_config(**job.get("config", {})):
         trainer = Trainer(Request(job["model"], ((1, 2),), dtype=job.get("dtype", "bfloat16"), train=job["train"]))
+    logprob.CHUNK_ELEMENTS = 4 * VOCAB if job.get("fused_head") else 1 << 24
     if "rollouts" in job:
         return {"differ": {path: _compare(trainer, Rollout.load(path)) for path in job["rollouts"]}}
     lengths = LENGTHS * 2 if "groups" in job else LENGTHS
     rollout = record(random_prompts(lengths, vocab=VOCAB, seed=3), trainer.contract)
     logprobs = trainer.logprobs(rollout, micro_batch=job.get("micro_batch"))
+    before = backends.call_counts().get("vocab_logprob_backward", 0)
     trainer.train_step(rollout, micro_batch=job.get("micro_batch") or 1)
+    chunks = backends.call_counts().get("vocab_logprob_backward", 0) - before  # 0: a pipeline stage without the head
     hashes = {"gradients": trainer.gradient_hashes(), "weights": trainer.weight_hashes()}
-    return {"logprobs": logprobs, "norm": {"norm": trainer.grad_norm}, **hashes}
+    return {"logprobs": logprobs, "norm": {"norm": trainer.grad_norm}, "chunks": chunks, **hashes}
 
 
 def _compare(trainer: Trainer, rollout: Rollout) -> tuple[int, int]:

@@ -26,6 +26,11 @@ def temperature(value: Tensor | None) -> Iterator[None]:
         _temperature.reset(token)
 
 
+def current_temperature() -> Tensor | None:
+    """The temperature of this context; None: 1."""
+    return _temperature.get()
+
+
 def vocab_parallel_cross_entropy(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """−log softmax(logits / temperature) at the targets, f32 [s, b]."""
 

@@ -50,8 +50,7 @@ def column_parallel_forward(original: Callable[..., Any]) -> Callable[..., Any]:
                 row_group=gradient_row_group(),
             )
             return (gather_columns(y, self.tp_group) if gather else y), None
-        if self.weight is None:
-            parameter = _tied_head(parameter)
+        parameter = head_weight(self, parameter)
         vocab = real_vocab(self.config, self.output_size)
         rows = self.output_size_per_partition
         logits = column_parallel_linear(
@@ -116,11 +115,11 @@ def _batch(x: Tensor) -> int:
     return x.shape[1] if x.dim() == 3 else 1
 
 
-def _tied_head(weight: Tensor) -> Tensor:
-    """The tied weight as the output projection sees it: a leaf of its own, whose f32 gradient stays apart from the
+def head_weight(layer: Any, weight: Tensor) -> Tensor:
+    """The weight as an output projection sees it. A tied one is a leaf of its own, whose f32 gradient stays apart from the
     embedding's until both are complete (contract section 4)."""
     main_grad = getattr(weight, "main_grad", None)
-    if main_grad is None or not (torch.is_grad_enabled() and weight.requires_grad):
+    if layer.weight is not None or main_grad is None or not (torch.is_grad_enabled() and weight.requires_grad):
         return weight
     if not hasattr(weight, HEAD_GRAD):
         setattr(weight, HEAD_GRAD, torch.zeros_like(main_grad, dtype=torch.float32))

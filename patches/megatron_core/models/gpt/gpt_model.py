@@ -8,8 +8,19 @@ from functools import wraps
 from typing import Any
 
 from mindspeed_tpi import ops
+from mindspeed_tpi.parallel import logprob as heads
 from mindspeed_tpi.patches.megatron_core import _checkpoint, _coverage
-from mindspeed_tpi.patches.megatron_core.support import UNTIL, VERSIONS, check_vocab, outside, served
+from mindspeed_tpi.patches.megatron_core.support import (
+    UNTIL,
+    VERSIONS,
+    check_vocab,
+    gradient_row_group,
+    outside,
+    real_vocab,
+    served,
+)
+from mindspeed_tpi.patches.megatron_core.tensor_parallel.cross_entropy import current_temperature
+from mindspeed_tpi.patches.megatron_core.tensor_parallel.layers import head_weight
 from mindspeed_tpi.patching import Patch
 
 
@@ -50,6 +61,57 @@ def forward(original: Callable[..., Any]) -> Callable[..., Any]:
         return _coverage.forward_pass(self, lambda: original(self, *args, **kwargs), logits)
 
     return checked_forward
+
+
+def postprocess(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`GPTModel._postprocess`: with labels and more logits than one chunk of the fused head, the loss straight from the hidden
+    states. The bits are those of logits and `compute_language_model_loss`; [tokens, vocabulary] is never held."""
+    signature = inspect.signature(original)
+
+    @wraps(original)
+    def fused_postprocess(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        model, options = bound.args[0], bound.arguments
+        if not _fusible(model, options):
+            return original(*args, **kwargs)
+        layer = model.output_layer
+        weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
+        hidden, labels = options["hidden_states"], options["labels"].t()
+        logprob = heads.linear_logprob(
+            hidden.flatten(0, 1),
+            head_weight(layer, layer.weight if weight is None else weight),
+            labels.flatten(),
+            temperature=current_temperature(),
+            group=layer.tp_group,
+            sequence_parallel=layer.sequence_parallel,
+            vocab=real_vocab(layer.config, layer.output_size),
+            batch=labels.shape[1],
+            row_group=gradient_row_group(),
+        )
+        return -logprob.view(labels.shape).t().contiguous()
+
+    return fused_postprocess
+
+
+def _fusible(model: Any, options: dict[str, Any]) -> bool:
+    """Whether a loss of more than one chunk of logits is wanted, and nobody but upstream's own loss would see the logits."""
+    from megatron.core.config_logger import has_config_logger_enabled
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    labels, layer = options["labels"], getattr(model, "output_layer", None)
+    if labels is None or layer is None or not served(model.config):
+        return False
+    return (
+        labels.numel() * layer.output_size_per_partition > heads.CHUNK_ELEMENTS
+        and type(layer) is ColumnParallelLinear
+        and layer.bias is None
+        and not (layer.gather_output or options["runtime_gather_output"] or options.get("mtp_in_postprocess"))
+        and not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
+        and getattr(model.compute_language_model_loss, "__func__", None) is LanguageModule.compute_language_model_loss
+        and not has_config_logger_enabled(model.config)
+    )
 
 
 def rope_config(model: Any, arguments: dict[str, Any]) -> ops.RopeConfig:
@@ -111,6 +173,16 @@ PATCHES: tuple[Patch, ...] = (
         parameters=None,  # only passed through
         until=UNTIL,
         kind="wrap",
+    ),
+    Patch(
+        target="megatron.core.models.gpt.gpt_model:GPTModel._postprocess",
+        factory=postprocess,
+        reason="no bits: the logits of a long batch, and their gradient, are larger than all other activations",
+        versions=VERSIONS,
+        parameters=None,  # only passed through
+        until=UNTIL,
+        kind="wrap",
+        optional=True,
     ),
     Patch(
         target="megatron.core.transformer.transformer_block:TransformerBlock.forward",
