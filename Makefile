@@ -19,7 +19,7 @@ demo-moe: $(VENV)/ready
 	$(BIN)/mindspeed-tpi demo-moe --out out/moe
 
 test: $(VENV)/ready
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # Resumable: out/long remembers what has passed.
 test-long: $(VENV)/ready
