@@ -4,6 +4,8 @@ import os
 
 os.environ.setdefault("MINDSPEED_TPI", "strict")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # two workers share two cores: threads that wait by spinning take twice the time
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # two workers share two cores: threads that wait by spinning take twice the time
 
 import mindspeed_tpi  # noqa: F401

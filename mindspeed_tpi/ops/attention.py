@@ -69,7 +69,7 @@ def attention(
 
 
 def paged_cache_write(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Store k, v [T, Hk, D] at their slots of `kv_cache` [blocks, Hk, page, 2D] (K d-major); negative slots are skipped."""
+    """Store k, v [T, Hk, D] at their slots of `kv_cache` [blocks, Hk, page, 2D] (laid out by the backend); negative slots are skipped."""
     schemas.paged_cache_write(k, v, kv_cache, slot_mapping)
 
 

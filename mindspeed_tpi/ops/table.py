@@ -102,7 +102,7 @@ class Operator:
         signature: see the module's docstring.
         meaning: one line for the docs.
         conditions: each holds, or the call is refused.
-        values: says what is wrong with the values of `@host` operands, or None; its mapping holds every parameter and dimension.
+        values: says what is wrong with the values of operands on the CPU, or None; its mapping holds every parameter and dimension.
     """
 
     family: str
@@ -235,7 +235,9 @@ _PAGE = ("page >= 16 and page % 16 == 0 and (128 % page == 0 or page % 128 == 0)
 
 def _ascending(what: str, limit: str) -> Callable[[Mapping[str, Any]], str | None]:
     def check(v: Mapping[str, Any]) -> str | None:
-        if v[what] is None:
+        if (
+            v[what] is None or not v[what].is_cpu
+        ):  # elsewhere the kernel checks: reading it here would wait for the device
             return None
         offsets = v[what].tolist()
         if offsets[0] >= 0 and offsets[-1] <= v[limit] and offsets == sorted(offsets):
@@ -316,14 +318,14 @@ _row(
 )
 _row(
     "Linear",
-    "grouped_linear(x: S[P, K], weight: S[E, N, K], offsets: i64[E+1]@host, leaf: int, leaves: int, out_dtype: dtype?) -> out_dtype[P, N]",
+    "grouped_linear(x: S[P, K], weight: S[E, N, K], offsets: i64[E+1], leaf: int, leaves: int, out_dtype: dtype?) -> out_dtype[P, N]",
     "rows offsets[e]…offsets[e+1] of x use expert e; rows of no expert give 0",
     *_cut("K"),
     values=_offsets,
 )
 _row(
     "Linear",
-    "grouped_linear_dx(dy: S[P, N], weight: S[E, N, K], offsets: i64[E+1]@host, leaf: int, leaves: int, out_dtype: dtype?, paired: bool) "
+    "grouped_linear_dx(dy: S[P, N], weight: S[E, N, K], offsets: i64[E+1], leaf: int, leaves: int, out_dtype: dtype?, paired: bool) "
     "-> out_dtype[P, K]",
     "likewise",
     *_PAIRED_CUT,

@@ -51,7 +51,7 @@ def _forward(
     logits: Tensor, tokens: Tensor, temperature: Tensor | None, group: Any, entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
     """(logprob, entropy, max, sum, first column of this rank)."""
-    columns = tree.gather(torch.tensor([logits.shape[1]]), group).flatten().tolist()
+    columns = tree.gather(torch.tensor([logits.shape[1]], device=logits.device), group).flatten().tolist()
     start = sum(columns[: tree.rank(group)])
     cut: Leaves = contract.current().vocab_leaves(sum(columns))
     mine = cut.shard(tree.size(group))

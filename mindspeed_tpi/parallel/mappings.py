@@ -29,7 +29,7 @@ def split_columns(x: Tensor, group: Any) -> Tensor:
 class _GatherColumns(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        widths = tree.gather(torch.tensor([x.shape[-1]]), group).flatten().tolist()
+        widths = tree.gather(torch.tensor([x.shape[-1]], device=x.device), group).flatten().tolist()
         ctx.place = (sum(widths[: tree.rank(group)]), x.shape[-1])
         padded = torch.nn.functional.pad(x, (0, max(widths) - x.shape[-1]))
         parts = tree.gather(padded, group)

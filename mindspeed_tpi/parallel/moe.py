@@ -9,6 +9,7 @@ from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -23,6 +24,23 @@ from mindspeed_tpi.parallel import tree
 Dispatcher = Literal["alltoall", "allgather", "replicated"]
 
 
+@dataclass(frozen=True)
+class Rows:
+    """The rows (gradient chains) whose tokens meet in an expert in one micro-batch; key // length is a token's row.
+
+    Attributes:
+        length: keys per row.
+        batch: rows of each data-parallel rank.
+        count: rows are numbered 0 … count − 1, on every rank that meets another.
+        peers: data-parallel ranks that gradient groups tell apart: row modulo peers.
+    """
+
+    length: int
+    batch: int
+    count: int
+    peers: int = 1
+
+
 class Dispatch:
     """Where every (token, expert) pair of one call is computed; the trainer's and the rollout engine's alike.
 
@@ -30,13 +48,15 @@ class Dispatch:
     of all ranks that meet in an expert are ordered by expert, then by `keys`, so that neither ranks nor dispatcher decide the
     order in which the expert's weight gradient is summed.
 
-    The host reads numbers once, when pairs travel or some stay away: how many go where. Nothing is read back otherwise.
+    The host reads numbers once, when pairs travel or some stay away: how many go where, of which rows. Nothing is read back
+    otherwise, in the backward pass neither.
 
     Args:
         ids: int32 [T, k], experts of this rank's tokens, ascending per token.
         keys: int64 [T], a number per token, unique over the group's tokens and ascending in gradient order; None: no gradients.
         experts: number of experts.
         ep_group, etp_group: process groups; None: this process alone.
+        rows: how keys number the rows; with keys.
         dispatcher: how tokens travel: each to the ranks that need it; all to all ranks; or not at all, because every rank of
             both groups has the same ones.
         expert_map, local_experts: with `replicated` only: int [experts], the local index of each of this rank's experts and a
@@ -45,13 +65,14 @@ class Dispatch:
     Attributes:
         offsets: int64 [local experts + 1]; the rows of local expert e are offsets[e] … offsets[e + 1].
         slots: int64 [T, k], the row of `send_back`'s result that belongs to each pair.
-        keys: int64 [P], of each row; only where keys were given.
+        chains: of each local expert, the rows that have tokens in it and the edges of their runs (int64, on the host); only where
+            keys were given.
 
     Raises:
         InputError: an expert id outside 0 … experts − 1.
     """
 
-    keys: Tensor
+    chains: list[tuple[list[int], Tensor]]
 
     def __init__(
         self,
@@ -63,6 +84,7 @@ class Dispatch:
         dispatcher: Dispatcher,
         expert_map: Tensor | None = None,
         local_experts: int | None = None,
+        rows: Rows | None = None,
     ) -> None:
         self._ep_group, self._etp_group, self._dispatcher = ep_group, etp_group, dispatcher
         self._tokens, self.topk = ids.shape
@@ -72,7 +94,7 @@ class Dispatch:
         if dispatcher == "replicated":
             self._stay(ids.flatten(), expert_map)
         else:
-            self._travel(ids.flatten(), keys)
+            self._travel(ids.flatten(), keys, rows)
 
     def _stay(self, pairs: Tensor, expert_map: Tensor | None) -> None:
         """Rows are the pairs of this rank's experts, by expert, then token."""
@@ -87,32 +109,38 @@ class Dispatch:
         every = torch.arange(pairs.numel(), device=pairs.device)
         self.slots = (every if away else torch.empty_like(order).scatter_(0, order, every)).view(-1, self.topk)
 
-    def _travel(self, pairs: Tensor, keys: Tensor | None) -> None:
+    def _travel(self, pairs: Tensor, keys: Tensor | None, rows: Rows | None) -> None:
         """Rows are the pairs of all ranks that meet in this rank's experts."""
         ep, local = tree.size(self._ep_group), self.local_experts
-        self._leaving = pairs.argsort(stable=True)
-        sent = _edges(pairs[self._leaving], self._experts).diff().view(ep, local)
+        numbered, bins = 1, pairs
+        if keys is not None:
+            assert rows is not None
+            numbered = rows.count
+            bins = pairs * numbered + (keys // rows.length).repeat_interleave(self.topk)
+        self._leaving = bins.argsort(stable=True)
+        sent = _edges(bins[self._leaving], self._experts * numbered).diff().view(ep, local, numbered)
         received = sent if ep == 1 else tree.all_to_all(sent, self._ep_group)
-        everyones = tree.gather(received, self._etp_group)  # [etp, ep, local experts]
-        counts = torch.cat((sent.sum(1), everyones.flatten())).tolist()
-        self._sent, arriving = counts[:ep], torch.tensor(counts[ep:]).view(everyones.shape)
+        everyones = tree.gather(received, self._etp_group)  # [etp, ep, local experts, rows]
+        counts = torch.cat((sent.sum((1, 2)), everyones.flatten())).tolist()
+        self._sent, arriving = counts[:ep], np.array(counts[ep:], dtype=np.int64).reshape(everyones.shape)
         if sum(self._sent) != pairs.numel():
             raise InputError(f"expert ids {int(pairs.min())} … {int(pairs.max())} of {self._experts} experts")
-        self._sources: list[list[int]] = arriving.sum(2).tolist()
+        self._sources: list[list[int]] = arriving.sum((2, 3)).tolist()
         self._received = self._sources[tree.rank(self._etp_group)]
         self._counts = [sum(part) for part in self._sources]
-        self._host_edges = [0, *arriving.sum((0, 1)).cumsum(0).tolist()]
+        of_rows = arriving.sum((0, 1))
+        self._host_edges = [0, *of_rows.sum(1).cumsum().tolist()]
         self.offsets = torch.tensor(self._host_edges, device=pairs.device)
         total = self._host_edges[-1]
         expert = torch.arange(local, device=pairs.device).repeat(everyones.shape[0] * ep)
-        expert = expert.repeat_interleave(everyones.flatten(), output_size=total)
+        expert = expert.repeat_interleave(everyones.sum(3).flatten(), output_size=total)
         if keys is None:
             self._order = expert.argsort(stable=True)
         else:
             arrived = self._arrive(keys.repeat_interleave(self.topk))
             by_key = arrived.argsort(stable=True)
             self._order = by_key[expert[by_key].argsort(stable=True)]
-            self.keys = arrived[self._order]
+            self.chains = [_chains(counts) for counts in of_rows]
         every = torch.arange(pairs.numel(), device=pairs.device)
         self.slots = torch.empty_like(every).scatter_(0, self._leaving, every).view(-1, self.topk)
 
@@ -192,21 +220,6 @@ class Dispatch:
 def _edges(ascending: Tensor, count: int) -> Tensor:
     """int64 [count + 1]: where each of the numbers 0 … count begins in an ascending tensor."""
     return torch.searchsorted(ascending, torch.arange(count + 1, dtype=ascending.dtype, device=ascending.device))
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The rows (gradient chains) whose tokens meet in an expert in one micro-batch; key // length is a token's row.
-
-    Attributes:
-        length: keys per row.
-        batch: rows of each data-parallel rank.
-        peers: data-parallel ranks that gradient groups tell apart: row modulo peers.
-    """
-
-    length: int
-    batch: int
-    peers: int = 1
 
 
 def experts(
@@ -338,14 +351,14 @@ class _Experts(torch.autograd.Function):
         dout = dispatch.send_tokens(grads[0].contiguous())
         pair_weights = dispatch.send_pairs(weights.flatten())
 
-        g = torch.empty(active.shape, dtype=torch.float32)
+        g = torch.empty_like(active, dtype=torch.float32)
         _per_expert(g, dispatch, fc2, lambda part, weight: ops.linear_dx(dout[part], weight, out_dtype=torch.float32))
         dweights, dactive = ops.expert_weight_backward(g, active, pair_weights, leaves=cut)
         dweights = tree.tree_reduce(dweights.unsqueeze(1), etp_group).squeeze(1)
         dgate_up = schemas.swiglu_backward(dactive, gate_up)
         dx = None
         if ctx.needs_input_grad[0]:
-            dx_rows = torch.empty(rows.shape, dtype=torch.float32 if etp > 1 else dtype)
+            dx_rows = torch.empty_like(rows, dtype=torch.float32 if etp > 1 else dtype)
             out_dtype = dx_rows.dtype
             _per_expert(
                 dx_rows,
@@ -361,8 +374,7 @@ class _Experts(torch.autograd.Function):
         dpairs = dispatch.send_back(dweights)[dispatch.slots]
 
         scaled = (pair_weights.unsqueeze(1) * dout.float()).to(dtype)
-        row = dispatch.keys // numbering.length
-        chains = [_chains(row[part]) for part in dispatch.parts]
+        chains = dispatch.chains
         gradients: list[Tensor | None] = []
         for index, parameter in enumerate(parameters):
             if not ctx.needs_input_grad[7 + index]:
@@ -386,21 +398,21 @@ def _to_each(adders: Sequence[Callable[..., None]], of_experts: Callable[[Tensor
     return add
 
 
-def _chains(row: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows that have tokens in one expert, and the edges of their runs."""
-    numbers, counts = torch.unique_consecutive(row, return_counts=True)
-    return numbers, torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)))
+def _chains(counts: Any) -> tuple[list[int], Tensor]:
+    """Rows that have tokens in one expert, and the edges of their runs, from the tokens of every row."""
+    present = counts.nonzero()[0]
+    return present.tolist(), torch.from_numpy(np.concatenate(([0], counts[present].cumsum())))
 
 
-def _adder(dy: Tensor, x: Tensor, numbers: Tensor, edges: Tensor) -> Callable[..., None]:
+def _adder(dy: Tensor, x: Tensor, numbers: list[int], edges: Tensor) -> Callable[..., None]:
     """Adds the weight gradient of one expert to f32 tensors: a chain per row, rows in order; row r to tensor r modulo their
     number."""
 
     def add(*grads: Tensor) -> None:
-        if len(grads) == 1 and numbers.numel():
+        if len(grads) == 1 and numbers:
             ops.linear_dw(dy, x, grads[0], row_offsets=edges)
         elif len(grads) > 1:
-            for number, (first, last) in zip(numbers.tolist(), pairwise(edges.tolist()), strict=True):
+            for number, (first, last) in zip(numbers, pairwise(edges.tolist()), strict=True):
                 ops.linear_dw(dy[first:last], x[first:last], grads[number % len(grads)])
 
     return add

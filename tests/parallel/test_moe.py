@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -27,6 +28,26 @@ def routing(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return logits, randn(S, B, H, dtype=dtype)
 
 
+@contextmanager
+def host_reads() -> Iterator[list[str]]:
+    """Names of the methods by which the host has read a tensor's values."""
+    reads: list[str] = []
+
+    def counted(name: str) -> Any:
+        original = getattr(Tensor, name)
+
+        def read(self: Tensor) -> Any:
+            reads.append(name)
+            return original(self)
+
+        return mock.patch.object(Tensor, name, read)
+
+    with ExitStack() as stack:
+        for name in ("tolist", "item", "__int__", "__bool__", "nonzero", "numpy"):
+            stack.enter_context(counted(name))
+        yield reads
+
+
 def _layer(mesh: Mesh, ep: int, etp: int, dispatcher: Any, dtype: torch.dtype) -> dict[str, Any]:
     n, r = mesh.size, mesh.rank
     logits, x = routing(dtype)
@@ -45,15 +66,18 @@ def _layer(mesh: Mesh, ep: int, etp: int, dispatcher: Any, dtype: torch.dtype) -
     weights, ids = ops.moe_route(z, K)
     position = torch.arange(r * S // n, (r + 1) * S // n)
     keys = (torch.arange(B) * S + position.unsqueeze(1)).flatten()
-    dispatch = moe.Dispatch(ids, keys, E, ep_group, etp_group, dispatcher)
-    out = moe.experts(rows, weights, dispatch, fc1, fc2, etp_group=etp_group, rows=moe.Rows(S, B))
-    out.backward(dout.chunk(n)[r].flatten(0, 1))
+    numbering = moe.Rows(S, B, B)
+    with host_reads() as reads:
+        dispatch = moe.Dispatch(ids, keys, E, ep_group, etp_group, dispatcher, rows=numbering)
+        out = moe.experts(rows, weights, dispatch, fc1, fc2, etp_group=etp_group, rows=numbering)
+        out.backward(dout.chunk(n)[r].flatten(0, 1))
     assert rows.grad is not None and z.grad is not None
     return {
         "out": out.detach(),
         "dx": rows.grad,
         "dlogits": z.grad,
         "place": (ep_rank, etp_rank),
+        "reads": len(reads),
         "w1": torch.stack([main_grad(p).unflatten(0, (2, -1)) for p in fc1]),
         "w2": torch.stack([main_grad(p) for p in fc2]),
     }
@@ -73,6 +97,8 @@ def test_experts(ranks: Ranks, ep: int, etp: int, dispatcher: str, dtype: torch.
     got = ranks(ep * etp, _layer, ep, etp, dispatcher, dtype)
     for name in ("out", "dx", "dlogits"):
         assert torch.equal(torch.cat([g[name] for g in got]), wanted[name]), name
+    # split sizes and rows; gathering tokens also asks for the longest rank
+    assert {g["reads"] for g in got} == {1 + (dispatcher == "allgather")} and wanted["reads"] == 1
     assert torch.equal(whole(got, "w1", ep, etp, 2), wanted["w1"])
     assert torch.equal(whole(got, "w2", ep, etp, 2), wanted["w2"])
     assert bool((wanted["w1"][EMPTY] == 0).all()) and bool((wanted["w1"] != 0).any())
@@ -93,23 +119,11 @@ def _replicated(mesh: Mesh, ep: int, etp: int, mapped: bool) -> tuple[Tensor, in
     fc1 = torch.stack([w.chunk(etp, 1)[r % etp].flatten(0, 1) for w in w1[mine]])
     fc2 = torch.stack([w.chunk(etp, 1)[r % etp] for w in w2[mine]])
     weights, ids = ops.moe_route(logits, K)
-    reads = 0
-
-    def counted(original: Any) -> Any:
-        def read(self: Tensor) -> Any:
-            nonlocal reads
-            reads += 1
-            return original(self)
-
-        return read
-
-    with ExitStack() as stack:
-        for name in ("tolist", "item", "__int__", "__bool__"):
-            stack.enter_context(mock.patch.object(Tensor, name, counted(getattr(Tensor, name))))
+    with host_reads() as reads:
         dispatch = moe.Dispatch(
             ids, None, E, ep_group, etp_group, "replicated", expert_map if mapped else None, local if mapped else None
         )
-        found = reads
+    found = len(reads)
     y, *_ = moe.outputs(x.flatten(0, 1), dispatch, fc1, fc2, etp_group)
     return ops.moe_combine(y, dispatch.slots, weights), found
 
@@ -169,7 +183,7 @@ def test_fork(ranks: Ranks) -> None:
 
 
 def _bad_expert(mesh: Mesh) -> None:
-    moe.Dispatch(torch.tensor([[0, 9]], dtype=torch.int32), torch.tensor([0]), 8, None, None, "alltoall")
+    moe.Dispatch(torch.tensor([[0, 9]], dtype=torch.int32), None, 8, None, None, "alltoall")
 
 
 def test_an_expert_that_does_not_exist(ranks: Ranks) -> None:

@@ -95,7 +95,7 @@ def _layer(self: Any, hidden: Tensor, parameters: tuple[list[Tensor], list[Tenso
     weights, ids = ops.moe_route(logits, expert_bias=bias, **routing(config))
     _count(router, ids)
     _check_replay(router, ids)
-    keys, rows = _keys(self, length, batch)
+    keys, rows = _keys(self, length, batch, hidden.device)
     dispatch = moe.Dispatch(
         ids,
         keys,
@@ -103,6 +103,7 @@ def _layer(self: Any, hidden: Tensor, parameters: tuple[list[Tensor], list[Tenso
         self.ep_group,
         etp_group,
         "allgather" if config.moe_token_dispatcher_type == "allgather" else "alltoall",
+        rows=rows,
     )
     fc1, fc2, grouped = parameters
     out = moe.experts(
@@ -148,7 +149,7 @@ def _shared_expert(shared: Any, hidden: Tensor, to_gate: Tensor) -> Tensor:
     return ops.sigmoid_gate(y.flatten(0, 1), logits.flatten(0, 1)).view(y.shape)
 
 
-def _keys(self: Any, length: int, batch: int) -> tuple[Tensor, moe.Rows]:
+def _keys(self: Any, length: int, batch: int, device: torch.device) -> tuple[Tensor, moe.Rows]:
     """int64 key of each token of [s, b], and how keys number rows: rows of the whole expert-parallel group by batch column,
     then by rank, so that the micro-batch size does not decide the order; tokens of a row by position."""
     from megatron.core import parallel_state
@@ -163,7 +164,7 @@ def _keys(self: Any, length: int, batch: int) -> tuple[Tensor, moe.Rows]:
     row = torch.arange(batch) * peers + peer
     position = zigzag.positions(length * parts, row_group)[first : first + length]
     keys = (row * row_length + position.unsqueeze(1)).flatten()
-    return keys, moe.Rows(row_length, batch, peers if grouped else 1)
+    return keys.to(device), moe.Rows(row_length, batch, batch * peers, peers if grouped else 1)
 
 
 def _peers(self: Any) -> int:
