@@ -79,3 +79,9 @@ def test_errors(backend: object) -> None:
         backend.rms_norm(torch.zeros(2, 8), torch.zeros(7), 1e-6)
     with pytest.raises(BackendError):
         backend.rms_norm(torch.zeros(2, 8), torch.zeros(8).half(), 1e-6)
+
+
+def test_one_row_without_leading_dimensions() -> None:
+    x, weight = torch.randn(130), torch.randn(130)
+    for backend in (reference, cpu):
+        assert [t.shape for t in backend.rms_norm(x, weight, 1e-5)] == [(130,), ()]

@@ -91,7 +91,7 @@ def narrow(x: F, dtype: torch.dtype) -> Tensor:
         if dtype == torch.bfloat16:
             bits = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.int16)
     bits = np.where(np.isnan(x), _CANONICAL_NAN[dtype], bits).astype(bits.dtype)
-    return torch.from_numpy(np.ascontiguousarray(bits)).view(dtype)
+    return torch.from_numpy(np.asarray(bits, order="C")).view(dtype)  # ascontiguousarray has no scalars
 
 
 def rounded(x: F, dtype: torch.dtype) -> F:
