@@ -39,11 +39,19 @@ class _Applied:
     original: Any
     replacement: Any
     names: set[str] = field(default_factory=set)
-    """Further names, `module:name`, under which a function's replacement was seen (`from x import y`)."""
+    """Further names, `module:name`, under which the replacement of a function or class was seen (`from x import y`)."""
+
+    @property
+    def has_aliases(self) -> bool:
+        """Whether other names that hold this replacement were bound from the target: a function's, or a class's that was made for
+        it and bears its name (others, such as one stand-in for two classes, have no identity of their own)."""
+        made = self.replacement
+        named = isinstance(made, type) and f"{made.__module__}:{made.__qualname__}" == self.patch.target
+        return isinstance(self.original, FunctionType) or (named and self.patch.kind != "add")
 
     def look(self) -> None:
         """Note the names that hold the replacement now."""
-        if isinstance(self.original, FunctionType):
+        if self.has_aliases:
             self.names.update(resolve.names(self.replacement, self.patch.module))
 
     def lost(self) -> dict[str, Any]:
@@ -245,8 +253,9 @@ class Registry:
 
 
 def _rename(entry: _Applied, old: Any, new: Any) -> None:
-    """Every other name of a function that is patched: one that holds `old` gets `new`."""
-    if isinstance(entry.original, FunctionType):
+    """Every other name of a function or class that is patched: one that holds `old` gets `new`. Where a missing extension left None
+    or False, only the replacement is told from other values."""
+    if entry.has_aliases and callable(old):
         for name in resolve.names(old, entry.patch.module):
             setattr(*resolve.holder(name), new)
 

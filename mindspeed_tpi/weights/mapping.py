@@ -33,7 +33,7 @@ class Entry:
 
     Attributes:
         parameter: the parameter or persistent buffer, as this rank holds it. view: the part of it that this entry is about.
-        name: its name in the whole model, with global layer and expert numbers.
+        name: its name in the whole model by the local spec, with global layer and expert numbers.
         tensors: names and shapes of the Hugging Face tensors.
         merge: those tensors → the whole value; split: the inverse (views).
         dim: dimension that is sharded over `group`; None: every rank holds all of it.
@@ -106,6 +106,11 @@ _MODEL = {
 _DIM = {"qkv": 0, "gate_up": 0, "vocabulary": 0, "row": 1}
 _LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT_NAME = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12]\.weight)")
+_TE_EXPERT_NAME = re.compile(r"mlp\.experts\.(linear_fc[12]\.weight)(\d+)")
+_TE_NORMS = {  # a TransformerEngine spec keeps them in the linear layer that follows
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
 _GROUPED = {  # GroupedMLP: one parameter of all local experts
     "mlp.experts.weight1": ("linear_fc1.weight", moe.grouped_fc1),
     "mlp.experts.weight2": ("linear_fc2.weight", moe.grouped_fc2),
@@ -134,7 +139,7 @@ def _chunk_entries(model: Any) -> list[Entry]:
             found.append(_entry(parameter, name, (hf,), kind, config, tp, vocabulary=real))
             continue
         layer = model.decoder.layers[int(match[1])]
-        prefix, number, local = "decoder.layers.", layer.layer_number - 1, match[2]
+        prefix, number, local = "decoder.layers.", layer.layer_number - 1, _TE_NORMS.get(match[2], match[2])
         where = f"model.layers.{number}."
         matrices = _expert_matrices(local, layer, config.hidden_size)
         for index, which, view in matrices:
@@ -157,6 +162,8 @@ def _expert_matrices(name: str, layer: Any, hidden: int) -> list[tuple[int, str,
     """(expert, which of its matrices, where it is in the parameter) of a layer's parameter that holds experts; else none."""
     if expert := _EXPERT_NAME.fullmatch(name):
         return [(layer.mlp.local_expert_indices[int(expert[1])], expert[2], _whole)]
+    if expert := _TE_EXPERT_NAME.fullmatch(name):
+        return [(layer.mlp.local_expert_indices[int(expert[2])], expert[1], _whole)]
     if name not in _GROUPED:
         return []
     which, matrices = _GROUPED[name]

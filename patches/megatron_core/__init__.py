@@ -1,4 +1,4 @@
-"""Replacements in Megatron-core: GPTModel with the local layer spec computes by the numerics contract."""
+"""Replacements in Megatron-core: GPTModel computes by the numerics contract."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from mindspeed_tpi.patches.megatron_core.distributed import (
     finalize_model_grads,
     param_and_grad_buffer,
 )
+from mindspeed_tpi.patches.megatron_core.extensions import transformer_engine
 from mindspeed_tpi.patches.megatron_core.fusions import fused_bias_dropout
 from mindspeed_tpi.patches.megatron_core.models.common.embeddings import (
     rope_utils,
     rotary_pos_embedding,
     yarn_rotary_pos_embedding,
 )
-from mindspeed_tpi.patches.megatron_core.models.gpt import gpt_model
+from mindspeed_tpi.patches.megatron_core.models.gpt import gpt_layer_specs, gpt_model
 from mindspeed_tpi.patches.megatron_core.optimizer import clip_grads, optimizer
 from mindspeed_tpi.patches.megatron_core.tensor_parallel import cross_entropy, layers
 from mindspeed_tpi.patches.megatron_core.transformer import attention, dot_product_attention, mlp, torch_norm
@@ -42,6 +43,8 @@ PATCHES: tuple[Patch, ...] = (
     *rotary_pos_embedding.PATCHES,
     *yarn_rotary_pos_embedding.PATCHES,
     *fused_bias_dropout.PATCHES,
+    *transformer_engine.PATCHES,
+    *gpt_layer_specs.PATCHES,
     *gpt_model.PATCHES,
     *distributed_data_parallel.PATCHES,
     *finalize_model_grads.PATCHES,

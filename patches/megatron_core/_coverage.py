@@ -11,6 +11,7 @@ import torch
 
 from mindspeed_tpi import envs, strict
 from mindspeed_tpi.coverage import Known, Watch, listed
+from mindspeed_tpi.patches.megatron_core.extensions.transformer_engine import GroupedLinear, layer_norm_linear_forward
 from mindspeed_tpi.patches.megatron_core.transformer.torch_norm import RMSNorm
 
 _CORE = "megatron.core."
@@ -53,6 +54,7 @@ _KEPT = {
     "transformer.moe.router:TopKRouter": ("forward", "routing", "gating"),
     "transformer.moe.experts:SequentialMLP": ("forward",),
     "transformer.moe.experts:GroupedMLP": ("forward",),
+    "transformer.moe.experts:TEGroupedMLP": ("forward",),
     "fusions.fused_softmax:FusedScaleMaskSoftmax": ("forward",),
     "distributed.data_parallel_base:_BaseDataParallel": ("forward",),
 }
@@ -71,7 +73,8 @@ def uncovered(model: torch.nn.Module) -> list[str]:
     A module is served when what a call of it would run is a replacement of this package or upstream's own code that was read
     (`KEPT`): its `forward`, own or inherited, and its other methods that a replacement or upstream calls. Hooks may only look.
     """
-    known = Known("megatron_core", (RMSNorm.forward, torch.nn.Dropout.forward))
+    own = RMSNorm.forward, layer_norm_linear_forward, GroupedLinear.forward
+    known = Known("megatron_core", (*own, torch.nn.Dropout.forward))
 
     def problems(module: torch.nn.Module) -> Iterator[str]:
         yield from known.problems(module, _FUNCTIONS)

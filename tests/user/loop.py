@@ -26,6 +26,7 @@ import torch.distributed as dist
 from megatron.core import num_microbatches_calculator, parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -87,7 +88,7 @@ def config(job: dict[str, Any]) -> TransformerConfig:
         "perform_initialization": job.get("initialize", True),
         "tensor_model_parallel_size": layout.get("tp", 1), "sequence_parallel": layout.get("tp", 1) > 1,
         "expert_model_parallel_size": layout.get("ep", 1), "expert_tensor_parallel_size": layout.get("etp", 1),
-        **FAMILIES[job["kind"]][0],
+        **FAMILIES[job["kind"]][0], **job.get("fields", {}),
     })  # fmt: skip
     made.unpadded_vocab_size = VOCAB
     return made
@@ -113,7 +114,10 @@ def layer(settings: TransformerConfig, experts: bool) -> ModuleSpec:
     )
 
 
-def spec(settings: TransformerConfig) -> TransformerBlockSubmodules:
+def spec(settings: TransformerConfig, transformer_engine: bool) -> TransformerBlockSubmodules:
+    """A spec of the user's own, or upstream's with TransformerEngine's classes."""
+    if transformer_engine:
+        return get_gpt_decoder_block_spec(settings, use_transformer_engine=True)
     frequency = settings.moe_layer_freq if settings.num_moe_experts else [0, 0]
     experts = [1, 1] if frequency == 1 else frequency
     return TransformerBlockSubmodules([layer(settings, bool(e)) for e in experts], layer_norm=WrappedTorchNorm)
@@ -139,7 +143,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     rows = contract.current().padded_vocab(VOCAB) if layout.get("tp", 1) > 1 else VOCAB
     arguments = {"share_embeddings_and_output_weights": False} | FAMILIES[job["kind"]][1]
     model = GPTModel(
-        settings, spec(settings), rows, 64, position_embedding_type="rope", rotary_base=1e6, **arguments
+        settings, spec(settings, "te" in job), rows, 64, position_embedding_type="rope", rotary_base=1e6, **arguments
     ).bfloat16()  # fmt: skip
     weights.load(model, job["model"])
     distributed = options.get("distributed", True)

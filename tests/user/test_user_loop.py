@@ -32,6 +32,7 @@ SCENARIOS: dict[int, dict[str, dict[str, Any]]] = {
         "dense": {"kind": "dense", "layout": {}},
         "dense 20 tokens": {"kind": "dense", "layout": {}, "length": 20, "steps": 1},
         "moe": {"kind": "moe", "layout": {}},
+        "dense TransformerEngine spec": {"kind": "dense", "layout": {}, "te": True},
         "dense grouped": {"kind": "dense", "layout": {}, "groups": 4},
         "moe grouped": {"kind": "moe", "layout": {}, "groups": 4},
     },
@@ -43,6 +44,14 @@ SCENARIOS: dict[int, dict[str, dict[str, Any]]] = {
         "moe tp=2,etp=2": {"kind": "moe", "layout": {"tp": 2, "etp": 2}, "options": PLAIN, "initialize": False},
         "moe tp=2 copies": {"kind": "moe", "layout": {"tp": 2}},
         "moe tp=2 copies, uninitialised": {"kind": "moe", "layout": {"tp": 2}, "options": PLAIN, "initialize": False},
+        "dense TransformerEngine spec tp=2": {"kind": "dense", "layout": {"tp": 2}, "te": True},
+        "moe TransformerEngine spec tp=2,ep=2": {"kind": "moe", "layout": {"tp": 2, "ep": 2}, "te": True},
+        "moe TransformerEngine spec tp=2,etp=2, grouped GEMM": {
+            "kind": "moe",
+            "layout": {"tp": 2, "etp": 2},
+            "te": True,
+            "fields": {"moe_grouped_gemm": True},
+        },
         "dense grouped dp=2": {"kind": "dense", "layout": {}, "groups": 4, "options": OVERLAP},
         "dense grouped dp=2 replicated": {"kind": "dense", "layout": {}, "groups": 4, "options": REPLICATED_OVERLAP},
         "moe grouped dp=2": {"kind": "moe", "layout": {}, "groups": 4},
@@ -67,6 +76,8 @@ for kind in list(KINDS)[2:]:  # the other families: one step on half of the rows
         | {"layout": {"tp": 2, "ep": 1 + experts}, "options": OVERLAP},
         f"{kind} grouped dp=2": shared | {"layout": {}},
     }
+    if kind == "glm4-moe":  # a dense layer, shared experts
+        SCENARIOS[2][f"{kind} grouped TransformerEngine spec dp=2,ep=2"] = shared | {"layout": {"ep": 2}, "te": True, "fields": {"moe_grouped_gemm": True}}  # fmt: skip
     if experts:
         SCENARIOS[2][f"{kind} grouped dp=2,ep=2"] = shared | {"layout": {"ep": 2}, "options": OVERLAP}
 
@@ -74,7 +85,9 @@ for kind in list(KINDS)[2:]:  # the other families: one step on half of the rows
 def equal_to(name: str) -> str:
     """The scenario that has the same bits."""
     kind = "moe tp=2 copies" if "copies" in name else name.split(" ")[0]
-    return kind + (" 20 tokens" if "20 tokens" in name else " grouped" if "grouped" in name else "")
+    return kind + (
+        " 20 tokens" if "20 tokens" in name else " grouped" if " grouped" in name and "grouped GEMM" not in name else ""
+    )
 
 
 @pytest.fixture(scope="module")

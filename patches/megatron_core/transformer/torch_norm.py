@@ -35,14 +35,17 @@ class RMSNorm(torch.nn.Module):
         """Args:
         copies: tensor-parallel neighbours that hold the same heads (`parallel.norm.rms_norm`).
         """
-        batch = x.shape[1] if x.dim() > 2 else 1
-        ranks = {"group": tensor_parallel_group(), "row_group": gradient_row_group()}
-        if x.dim() == 4:
-            heads = x.flatten(0, 1)
-            return rms_norm(heads, self.weight, self.eps, per_head=True, copies=copies, batch=batch, **ranks).view(
-                x.shape
-            )
-        return rms_norm(x, self.weight, self.eps, sequence_parallel=self.sequence_parallel, batch=batch, **ranks)
+        return normed(x, self.weight, self.eps, self.sequence_parallel, copies)
+
+
+def normed(x: Tensor, weight: Tensor, eps: float, sequence_parallel: bool, copies: int = 1) -> Tensor:
+    """The norm of [s, b, h], or of the heads of [s, b, heads, h]."""
+    batch = x.shape[1] if x.dim() > 2 else 1
+    ranks = {"group": tensor_parallel_group(), "row_group": gradient_row_group()}
+    if x.dim() == 4:
+        heads = x.flatten(0, 1)
+        return rms_norm(heads, weight, eps, per_head=True, copies=copies, batch=batch, **ranks).view(x.shape)
+    return rms_norm(x, weight, eps, sequence_parallel=sequence_parallel, batch=batch, **ranks)
 
 
 def new(original: Any) -> Any:

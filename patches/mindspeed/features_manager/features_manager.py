@@ -56,9 +56,7 @@ SETTLED: dict[str, Settled] = {
         "exact sums of this package do not use"
     ),
     "MegatronBasicFeature": _ours("norms and gradient synchronisation"),
-    "TransformerEngineBasicFeature": _kept(
-        "classes of TransformerEngine specs, which are refused where a model holds them"
-    ),
+    "TransformerEngineBasicFeature": _ours("classes of TransformerEngine specs"),
     "ContextParallelFeature": _refused(
         "drop --context-parallel-algo: the contract's own context parallelism serves megatron_cp_algo's layouts "
         "(cp_comm_type p2p, all_gather, a2a) through Megatron-core's DotProductAttention",

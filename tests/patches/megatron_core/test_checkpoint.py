@@ -7,12 +7,13 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from weakref import WeakSet
 
 import pytest
 import torch
 
-from mindspeed_tpi import contract, contract_of
+from mindspeed_tpi import contract, contract_of, weights
 from mindspeed_tpi.errors import ContractError
 from mindspeed_tpi.parity.trainer import Trainer
 from mindspeed_tpi.patches.megatron_core import _checkpoint
@@ -100,3 +101,43 @@ def test_a_state_dict_carries_its_contract(
     with pytest.raises(ContractError, match=r"leaf \(here 64, there 128\)"):
         model.load_state_dict(state)
     model.load_state_dict(dict(state))  # weights from elsewhere
+
+
+@pytest.mark.parametrize(
+    ("family", "one", "other"),
+    [
+        ("qwen3", "local", "te"),
+        ("qwen3", "te", "local"),
+        ("qwen3-moe", "te", "te grouped"),  # between local and TE experts upstream's keys of the norms differ
+        ("qwen3-moe", "te grouped", "te"),
+    ],
+)
+def test_specs_exchange_checkpoints(
+    trainer: Callable[..., Trainer], tmp_path: Path, family: str, one: str, other: str
+) -> None:
+    from megatron.core import dist_checkpointing
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    local = trainer(family).model
+
+    def build(kind: str) -> Any:
+        config = replace(local.config, moe_grouped_gemm="grouped" in kind)
+        te = "te" in kind
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=te, normalization="RMSNorm")
+        model = GPTModel(config, spec, local.vocab_size, local.max_sequence_length, position_embedding_type="rope")
+        model.rotary_pos_emb.rope_config = local.rotary_pos_emb.rope_config
+        names = {name for name, _ in model.named_parameters()}
+        assert ("decoder.layers.0.self_attention.linear_qkv.layer_norm_weight" in names) == te
+        assert ("decoder.layers.0.mlp.experts.linear_fc1.weight1" in names) == ("grouped" in kind)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter)
+        return model
+
+    source, target = build(one), build(other)
+    (tmp_path / "saved").mkdir()
+    dist_checkpointing.save({"model": source.sharded_state_dict()}, str(tmp_path / "saved"))
+    loaded = dist_checkpointing.load({"model": target.sharded_state_dict()}, str(tmp_path / "saved"))
+    target.load_state_dict(loaded["model"])
+    found, wanted = (dict(weights.hf_tensors(model)) for model in (target, source))
+    assert found.keys() == wanted.keys() and all(same_bits(found[name], wanted[name]) for name in wanted)

@@ -1,11 +1,15 @@
-"""A layer spec that names the contract's norms itself."""
+"""A layer spec that names the contract's norms itself, and TransformerEngine's specs without TransformerEngine."""
 
 from __future__ import annotations
 
 import copy
+import importlib
 from typing import Any
 
+from mindspeed_tpi.patches.megatron_core.extensions.transformer_engine import installed
+from mindspeed_tpi.patches.megatron_core.support import UNTIL, VERSIONS
 from mindspeed_tpi.patches.megatron_core.transformer.torch_norm import RMSNorm
+from mindspeed_tpi.patching import Patch
 
 
 def get_gpt_layer_parity_spec(config: Any, vp_stage: int | None = None) -> Any:
@@ -32,3 +36,25 @@ def get_gpt_layer_parity_spec(config: Any, vp_stage: int | None = None) -> Any:
             attention = layer.submodules.self_attention.submodules
             attention.q_layernorm = attention.k_layernorm = RMSNorm
     return block
+
+
+def _added(name: str, module: str) -> Patch:
+    def import_from(original: Any) -> Any:
+        return getattr(importlib.import_module(module), name)
+
+    return Patch(
+        target=f"megatron.core.models.gpt.gpt_layer_specs:{name}",
+        factory=import_from,
+        reason="no bits: get_gpt_layer_with_transformer_engine_spec, most scripts' default, names it without TransformerEngine too",
+        versions=VERSIONS,
+        parameters=None,  # a class
+        until=UNTIL,
+        kind="add",
+        applies=installed,
+    )
+
+
+PATCHES: tuple[Patch, ...] = (
+    _added("TESpecProvider", "megatron.core.extensions.transformer_engine_spec_provider"),
+    _added("TENorm", "megatron.core.extensions.transformer_engine"),
+)

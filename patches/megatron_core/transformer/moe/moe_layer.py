@@ -13,6 +13,7 @@ from mindspeed_tpi.errors import LayoutError, ParityError
 from mindspeed_tpi.ops import gradient_groups
 from mindspeed_tpi.parallel import moe, tree, zigzag
 from mindspeed_tpi.parallel.linear import replicated_linear
+from mindspeed_tpi.patches.megatron_core.extensions.transformer_engine import GroupedLinear
 from mindspeed_tpi.patches.megatron_core.support import (
     UNTIL,
     VERSIONS,
@@ -122,10 +123,12 @@ def _layer(self: Any, hidden: Tensor, parameters: tuple[list[Tensor], list[Tenso
 
 
 def _parameters(experts: Any) -> tuple[list[Tensor], list[Tensor], bool] | None:
-    """(fc1, fc2, grouped) of `moe.experts`; None for experts of another storage, such as TEGroupedMLP."""
+    """(fc1, fc2, grouped) of `moe.experts`; None for experts of another storage."""
     if hasattr(experts, "local_experts"):
         local = experts.local_experts
         return [e.linear_fc1.weight for e in local], [e.linear_fc2.weight for e in local], False
+    if isinstance(getattr(experts, "linear_fc1", None), GroupedLinear):
+        return experts.linear_fc1.weights(), experts.linear_fc2.weights(), False
     if hasattr(experts, "weight1"):
         return [experts.weight1], [experts.weight2], True
     return None

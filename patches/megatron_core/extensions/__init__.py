@@ -1,0 +1,1 @@
+"""Replacements in megatron.core.extensions."""
