@@ -174,8 +174,13 @@ class Registry:
         return dict(self._originals)
 
     def stray_aliases(self) -> list[str]:
-        """Every name in a loaded module under which an original can still be reached that was replaced elsewhere."""
-        ours = {id(e.original): e.patch.target for e in self._applied if isinstance(e.original, FunctionType)}
+        """Every name in a loaded module under which upstream's original can still be reached that was replaced elsewhere. What another
+        package, such as MindSpeed, had put there before us is that package's own to call."""
+        ours = {
+            id(e.original): e.patch.target
+            for e in self._applied
+            if isinstance(e.original, FunctionType) and resolve.as_written(e.original, e.patch.module)
+        }
         return [
             f"{module.__name__}:{name} is the original of {ours[id(value)]}"
             for module in resolve.loaded()

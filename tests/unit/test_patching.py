@@ -111,6 +111,21 @@ def test_every_name_of_a_function_is_found(upstream: str) -> None:
     assert user.double is core.double is original
 
 
+def test_what_another_package_had_put_there_is_its_own(upstream: str) -> None:
+    """MindSpeed's replacements live in its own modules under their own names, beneath ours."""
+    core, user = importlib.import_module("stub_up.core"), importlib.import_module("stub_up.user")
+
+    def theirs(x: int) -> int:
+        return 2 * x
+
+    core.double, user.theirs = theirs, theirs
+    registry = Registry([patch("stub_up.core:double")])
+    registry.apply()
+    user.again = theirs
+    assert core.double is not theirs and registry.stray_aliases() == []
+    registry.revert()
+
+
 def test_state_is_read_from_the_target(upstream: str) -> None:
     """A method, a whole class or another name that somebody replaced afterwards; `apply` goes on top and can be undone."""
     core, user = importlib.import_module("stub_up.core"), importlib.import_module("stub_up.user")

@@ -38,8 +38,8 @@ def main() -> int:
         facts.mkdir()
         (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: mindspeed\nVersion: 0.16.0\n", encoding="utf-8")
         for kind in ("dense", "moe"):
-            plain = step("--kind", kind)
-            for case in ((), ("--repatch",)):
+            for case in ((), ("--repatch",), ("--te",)):
+                plain = step("--kind", kind, *(option for option in case if option != "--repatch"))
                 under = step("--kind", kind, "--mindspeed", *case, mindspeed=checkout, site=site)
                 ok = (
                     plain.returncode == under.returncode == 0

@@ -11,7 +11,10 @@ if "--mindspeed" in sys.argv:
     import mindspeed.megatron_adaptor  # type: ignore[import-not-found]
 
 import torch
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -47,6 +50,8 @@ def main() -> None:
     )  # fmt: skip
     experts = config.num_moe_experts
     spec = get_gpt_layer_local_spec(num_experts=experts, normalization="RMSNorm")
+    if "--te" in sys.argv:
+        spec = get_gpt_layer_with_transformer_engine_spec(num_experts=experts, moe_grouped_gemm=bool(experts))
     model = GPTModel(config, spec, 120, 128, position_embedding_type="rope", share_embeddings_and_output_weights=False)
     model.bfloat16()
     random = torch.Generator().manual_seed(1)
