@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+from multiprocessing import current_process
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ DTYPES = ("torch.bfloat16", "torch.float16", "torch.float32")
 STOCK_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
 CONTRACT_WORKER = "mindspeed_tpi.patches.vllm.v1.worker.cpu_worker.ContractWorker"
 OBSERVED_WORKER = "mindspeed_tpi.patches.vllm.v1.worker.cpu_worker.ObservedWorker"
+SHARED = "/dev/shm"
 
 
 def bound_contract(hf_config: Any) -> NumericsContract:
@@ -31,6 +35,32 @@ def check(config: Any) -> None:
     if problems:
         raise ParityError(
             f"outside the numerics contract: {'. '.join(problems)}. (MINDSPEED_TPI=0 runs vLLM's own numerics.)"
+        )
+
+
+_QUEUES = 240 << 20  # bytes that vLLM's message queues ask /dev/shm for, with one worker or several
+_EXCHANGE = 8 << 20  # and, over tensor-parallel ranks, each thread's buffers (measured)
+
+
+def check_shared_memory(config: Any) -> None:
+    """Refuse to start workers that /dev/shm has no room for: each would end with an error of its own, in a process of its own.
+
+    Raises:
+        ParityError: names what is free, what is needed and the remedy.
+    """
+    parallel = config.parallel_config
+    if parallel.distributed_executor_backend != "mp" or not Path(SHARED).is_dir():
+        return
+    if current_process().name.startswith("EngineCore"):  # its parent has looked, and part of the room is in use by now
+        return
+    threads = len(os.sched_getaffinity(0)) if parallel.tensor_parallel_size > 1 else 0
+    needed, free = _QUEUES + threads * _EXCHANGE, shutil.disk_usage(SHARED).free
+    if free < needed:
+        alone = parallel.tensor_parallel_size * parallel.data_parallel_size == 1
+        raise ParityError(
+            f"vLLM's workers need {needed >> 20} MiB in {SHARED}, which has {free >> 20} MiB free; enlarge it (docker run --shm-size=1g, "
+            f"mount -o remount,size=1g {SHARED})"
+            + (", or set VLLM_ENABLE_V1_MULTIPROCESSING=0: one process needs none" if alone else "")
         )
 
 

@@ -35,6 +35,7 @@ def _check_and_update_config(original: Any) -> Any:
         if vllm_config.model_config is None:
             return
         _limits.check(vllm_config)
+        _limits.check_shared_memory(vllm_config)
         vllm_config.parallel_config.worker_cls = _limits.CONTRACT_WORKER
         vllm_config.additional_config[KEY] = expected(vllm_config.model_config.hf_text_config)
 

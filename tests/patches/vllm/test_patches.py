@@ -4,6 +4,7 @@ import importlib
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -124,6 +125,24 @@ def test_refused(config, monkeypatch, owner, changes, named):
         _limits.check(config)
     assert named in str(error.value)
     assert "MINDSPEED_TPI=0" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("backend", "free", "ranks", "named"),
+    [
+        ("mp", 2, 1, r"need 240 MiB in /dev/shm, which has 2 MiB free; enlarge it .*, or set VLLM_ENABLE_V1_MULTIPROCESSING=0"),
+        ("mp", 245, 2, r"need \d+ MiB in /dev/shm, which has 245 MiB free; enlarge it \(.*size=1g /dev/shm\)$"),
+        ("mp", 245, 1, None),
+        ("uni", 2, 1, None),
+    ],
+)  # fmt: skip
+def test_small_shared_memory(config, monkeypatch, backend, free, ranks, named):
+    """Docker gives /dev/shm 64 MB, some clusters 2."""
+    monkeypatch.setattr(_limits.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free << 20))
+    monkeypatch.setattr(config.parallel_config, "distributed_executor_backend", backend)
+    monkeypatch.setattr(config.parallel_config, "tensor_parallel_size", ranks)
+    with pytest.raises(ParityError, match=named) if named else nullcontext():
+        _limits.check_shared_memory(config)
 
 
 def test_audit_refuses_a_compiled_model(config, monkeypatch):
