@@ -53,6 +53,23 @@ def test_linear(dtype: torch.dtype, k: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_gradient_of_the_head(dtype: torch.dtype) -> None:
+    """dX over a vocabulary of 151,936: eight leaves of 19,200 (contract section 6), on gradients of a softmax's shape."""
+    vocab = 151_936
+    weight, logits = _random(vocab, 8, dtype=dtype), 4 * _random(2, vocab, seed=1)
+    dy = logits.softmax(-1)
+    dy[:, 7] -= 1
+    dy = dy.to(dtype)
+    cut = contract.current().head_leaves(vocab)
+    assert (cut.size, cut.count) == (19_200, 8)
+    exact, scale = dy.double() @ weight.double(), dy.double().abs() @ weight.double().abs()
+    dx = cpu.linear_dx(dy, weight, cut.size, cut.count, torch.float32, False)
+    assert_near(dx, exact, scale, 19_200 + 3)
+    worst = float(((dx.double() - exact).abs() / scale).max() / UNIT[torch.float32])
+    assert worst < 100  # roundings that do not all point one way: three orders below the bound
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", (0, 100))
 def test_attention(dtype: torch.dtype, window: int) -> None:
     _check_attention(cpu, dtype, window, 700)
