@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -23,6 +24,7 @@ from tests.ops.bits import assert_same_bits, same_bits
 T = TypeVar("T")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NAN = float("nan")
+WIDEST: str = cpu.describe()["isa"]
 
 
 class Source(Protocol):
@@ -86,18 +88,25 @@ class Case:
         return f"{self.operator}({', '.join(parts)})"
 
 
-def check(case: Case, isa: str | None = None, threads: int = 1) -> None:
-    """cpu == reference, bit for bit."""
-    expected = case.run(reference)
-    before = cpu.describe()["isa"]
+@contextmanager
+def running_on(isa: str | None, threads: int) -> Iterator[None]:
+    """An instruction set and a number of threads, back to the widest and one thread whatever happens: a drawn case may end anywhere,
+    and all tests after it would run on portable code."""
     if isa is not None:
         cpu.set_isa(isa)
     torch.set_num_threads(threads)
     try:
-        actual = case.run(cpu)
+        yield
     finally:
         torch.set_num_threads(1)
-        cpu.set_isa(before)
+        cpu.set_isa(WIDEST)
+
+
+def check(case: Case, isa: str | None = None, threads: int = 1) -> None:
+    """cpu == reference, bit for bit."""
+    expected = case.run(reference)
+    with running_on(isa, threads):
+        actual = case.run(cpu)
     for i, (a, b) in enumerate(zip(actual, expected, strict=True)):
         if not same_bits(a, b):  # to print a case takes as long as to run it
             assert_same_bits(a, b, f"{case!r}\non {isa} with {threads} threads, result {i}")

@@ -9,6 +9,8 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from mindspeed_tpi import contract
+from mindspeed_tpi.ops.backends import cpu
+from tests.ops.cases import WIDEST
 
 _CHECKS = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
 settings.register_profile("ops", max_examples=60, deadline=None, database=None, suppress_health_check=_CHECKS)
@@ -26,3 +28,4 @@ def default_state() -> Iterator[None]:
     yield
     contract.set_current(None)
     torch.set_num_threads(threads)
+    assert cpu.describe()["isa"] == WIDEST, "the test leaves the CPU backend on another instruction set"

@@ -55,18 +55,16 @@ def test_chunks_of_queries_and_pages_give_the_same_bits(data: st.DataObject) -> 
     cache = torch.full((pages + 2, heads, page, 2 * dim), cases.NAN, dtype=q.dtype)
     position = torch.arange(n)
     slots = table[position // page] * page + position % page
-    before = cpu.describe()["isa"]
-    cpu.set_isa(s.choice(cpu.isas()))
-    torch.set_num_threads(s.choice((1, 2, 4)))
-    for first, last in _chunks(s, n):
-        chunk = slice(first, last)
-        out = cpu.attention(q[chunk], k[:last], v[:last], _lines((0, last - first, first, 0, last)), 1, *options)[0]
-        assert_same_bits(out, whole[chunk], f"queries {first} … {last}")
-        cpu.paged_cache_write(k[chunk], v[chunk], cache, slots[chunk])
-        lengths = (torch.tensor([0, last - first], dtype=torch.int32), torch.tensor([last], dtype=torch.int32))
-        out = cpu.paged_attention(q[chunk], cache, table[None].to(torch.int32), *lengths, *options)
-        assert_same_bits(out, whole[chunk], f"pages of {page}, queries {first} … {last}")
-    cpu.set_isa(before)
+    isa, threads, chunks = s.choice(cpu.isas()), s.choice((1, 2, 4)), _chunks(s, n)
+    with cases.running_on(isa, threads):
+        for first, last in chunks:
+            chunk = slice(first, last)
+            out = cpu.attention(q[chunk], k[:last], v[:last], _lines((0, last - first, first, 0, last)), 1, *options)[0]
+            assert_same_bits(out, whole[chunk], f"queries {first} … {last}")
+            cpu.paged_cache_write(k[chunk], v[chunk], cache, slots[chunk])
+            lengths = (torch.tensor([0, last - first], dtype=torch.int32), torch.tensor([last], dtype=torch.int32))
+            out = cpu.paged_attention(q[chunk], cache, table[None].to(torch.int32), *lengths, *options)
+            assert_same_bits(out, whole[chunk], f"pages of {page}, queries {first} … {last}")
 
 
 @given(st.data())
